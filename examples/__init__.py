@@ -1,0 +1,1 @@
+"""Captures that ship with tailscope."""

@@ -1,0 +1,21 @@
+-- coverage: how much of each join succeeded. matched of total; ambiguous rows had an id too many rows share.
+CREATE OR REPLACE TEMP TABLE coverage AS
+WITH span AS (SELECT instance, engine, min(start_ns) AS first_ns, max(end_ns) AS last_ns FROM steps GROUP BY ALL)
+SELECT 'client request → engine request' AS "join",
+       count(*) FILTER (WHERE oid IN (SELECT a FROM client_pairs)) AS matched,
+       count(*) AS total,
+       count(*) FILTER (WHERE NOT identifying) AS ambiguous
+FROM observed
+-- The engine cannot have seen what was refused or never arrived; what the client gave up is survivorship's.
+WHERE view IN ('client', 'gateway') AND (status = 'ok' OR status IS NULL) AND request_id IS NOT NULL
+UNION ALL
+SELECT 'engine span → stat logger', count(*) FILTER (WHERE oid IN (SELECT a FROM core_pairs)), count(*),
+       count(*) FILTER (WHERE NOT identifying)
+FROM observed
+WHERE view = 'front' AND EXISTS (FROM observed WHERE view = 'core')
+UNION ALL
+SELECT 'engine request → iterations',
+       count(*) FILTER (WHERE j.engine_known AND s.first_ns <= j.arrival_ns + j.ttft_ns AND s.last_ns >= j.arrival_ns + j.ttft_ns),
+       count(*), count(*) FILTER (WHERE NOT j.engine_known)
+FROM joined j LEFT JOIN span s ON s.instance = j.instance AND s.engine IS NOT DISTINCT FROM j.engine
+WHERE j.engine_saw AND EXISTS (FROM steps);

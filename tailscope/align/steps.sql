@@ -1,0 +1,46 @@
+-- steps: the engine's steps in order, each tiled [end of the one before, end]. Where precise and imprecise
+-- sources tell of the same time of an engine, the precise one wins.
+-- A step after an idle engine starts when it is known to have started, else as long before its end as the
+-- engine says it took: the idle time between is nobody's.
+CREATE OR REPLACE TEMP TABLE steps AS
+WITH precise AS (
+    SELECT instance, engine, min(end_ns) AS first_ns, max(end_ns) AS last_ns
+    FROM iterations WHERE time_error_ns IS NULL GROUP BY ALL
+),
+chosen AS (
+    SELECT i.*
+    FROM iterations i LEFT JOIN precise p ON i.instance = p.instance AND i.engine IS NOT DISTINCT FROM p.engine
+    WHERE i.end_ns IS NOT NULL
+      AND ($instance IS NULL OR i.instance = $instance)
+      AND (i.time_error_ns IS NULL OR p.first_ns IS NULL
+           -- Log lines have 1 s resolution.
+           OR i.end_ns < p.first_ns - 1000000000 OR i.end_ns > p.last_ns + 1000000000)
+),
+ordered AS (
+    SELECT
+        *,
+        lag(end_ns) OVER w AS previous_end_ns,
+        lag(running) OVER w + coalesce(lag(waiting) OVER w, 0) + coalesce(lag(deferred) OVER w, 0) AS left_over
+    FROM chosen WINDOW w AS (PARTITION BY instance, engine ORDER BY end_ns, iteration)
+),
+placed AS (
+    SELECT
+        *,
+        CASE
+            WHEN start_ns IS NOT NULL THEN greatest(start_ns, coalesce(previous_end_ns, start_ns))
+            WHEN previous_end_ns IS NULL THEN end_ns - coalesce(elapsed_ns, 0)
+            WHEN left_over > 0 THEN previous_end_ns
+            ELSE greatest(previous_end_ns, end_ns - coalesce(elapsed_ns, end_ns - previous_end_ns))
+        END AS tile_start_ns
+    FROM ordered
+)
+SELECT
+    row_number() OVER (ORDER BY instance, engine, end_ns, iteration) - 1 AS k,
+    instance, engine, iteration, source,
+    least(tile_start_ns, end_ns) AS start_ns, end_ns, greatest(end_ns - tile_start_ns, 0) AS tile_ns,
+    elapsed_ns, coalesce(time_error_ns, 0) AS time_error_ns,
+    coalesce(prefill_requests, 0) AS prefill_requests, coalesce(prefill_tokens, 0) AS prefill_tokens,
+    coalesce(decode_requests, 0) AS decode_requests,
+    coalesce(decode_tokens, decode_requests, 0) AS decode_tokens,
+    running, waiting, deferred, kv_usage, preempted, coalesce(is_dummy, false) AS is_dummy
+FROM placed;

@@ -1,0 +1,97 @@
+"""What an engine's step costs: a robust, non-negative model of its duration from what was in the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+
+Floats = NDArray[np.float64]
+
+#: Steps used for a fit. More do not change seven coefficients.
+FIT_STEPS = 200_000
+MIN_FIT_STEPS = 30
+HUBER = 1.345
+ROUNDS = 25
+
+BASE_FEATURES = ("step", "decode_requests", "kv_usage", "extra_decode_tokens")
+PREFILL_FEATURES = ("prefill_requests", "prefill_tokens", "prefill_attention")
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds a step takes: base (what it costs without prefill) + prefill.
+
+    `spread` is the factor by which 95 % of the fitted steps stay below the model's multiple; a longer step
+    has a cause the model does not know. `error` is the median relative error, `explained` the share of all
+    step time the model accounts for, `steps` how many were fitted.
+    """
+
+    base: Floats
+    prefill: Floats
+    spread: float
+    error: float
+    explained: float
+    steps: int
+
+    def split(self, base_features: Floats, prefill_features: Floats, tile: Floats) -> tuple[Floats, Floats, Floats]:
+        """Each step's measured duration as (base, prefill, unexplained), summing to it exactly.
+
+        Inside the model's usual spread the step's noise is shared in proportion; what lies beyond is unexplained.
+        """
+        base, prefill = base_features @ self.base, prefill_features @ self.prefill
+        modelled = base + prefill
+        with np.errstate(divide="ignore", invalid="ignore"):
+            scale = np.where(modelled > 0, np.minimum(tile / modelled, self.spread), 0.0)
+        base, prefill = base * scale, prefill * scale
+        return base, prefill, np.maximum(tile - base - prefill, 0.0)
+
+
+def fit(base_features: Floats, prefill_features: Floats, tile: Floats) -> CostModel | None:
+    """Fit by non-negative least squares with Huber weights, iterated (Huber 1981; Lawson & Hanson 1974).
+
+    Residuals are scaled by the root of the duration, so that long steps count, but not as their square.
+    None below MIN_FIT_STEPS steps.
+    """
+    usable = np.flatnonzero(tile > 0)
+    if len(usable) < MIN_FIT_STEPS:
+        return None
+    has_prefill = prefill_features[usable, 1] > 0
+    chosen = np.concatenate([_thinned(usable[has_prefill]), _thinned(usable[~has_prefill])])
+    features = np.hstack([base_features[chosen], prefill_features[chosen]])
+    y = tile[chosen]
+    # Columns of one size: nnls stops on an absolute tolerance.
+    size = np.maximum(np.abs(features).max(axis=0), 1e-12)
+    scaled = features / size
+    root = 1 / np.sqrt(y)
+    weight = root.copy()
+    coefficients = np.zeros(features.shape[1])
+    for _ in range(ROUNDS):
+        previous = coefficients
+        coefficients, _norm = nnls(scaled * weight[:, None], y * weight)
+        residual = (y - scaled @ coefficients) * root
+        scale = 1.4826 * float(np.median(np.abs(residual))) or 1e-12
+        weight = root * np.sqrt(np.minimum(1.0, HUBER * scale / np.maximum(np.abs(residual), 1e-12)))
+        if np.allclose(coefficients, previous, rtol=1e-4, atol=1e-12):
+            break
+    coefficients = coefficients / size
+    modelled = np.maximum(features @ coefficients, 1e-9)
+    ratio = y / modelled
+    split = base_features.shape[1]
+    spread = float(np.clip(np.quantile(ratio, 0.95), 1.0, 3.0))
+    return CostModel(
+        base=coefficients[:split],
+        prefill=coefficients[split:],
+        spread=spread,
+        error=float(np.median(np.abs(ratio - 1))),
+        explained=float(np.minimum(y, modelled * spread).sum() / y.sum()),
+        steps=len(chosen),
+    )
+
+
+def _thinned(index: NDArray[np.int64]) -> NDArray[np.int64]:
+    """At most half of FIT_STEPS of them, evenly spaced, so that a fit is repeatable."""
+    stride = max(1, -(-len(index) // (FIT_STEPS // 2)))
+    return index[::stride]

@@ -1,0 +1,233 @@
+"""The words of tailscope: what a collector and a rule are, and what a diagnosis consists of."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import pyarrow as pa
+
+from tailscope.schema import Table
+from tailscope.source import Source
+
+# -- collectors --------------------------------------------------------------------------------
+
+
+class Collector(Protocol):
+    """Turns one kind of file into rows of declared tables. Parses, maps, yields; judges nothing."""
+
+    @property
+    def name(self) -> str:
+        """The module's stem."""
+
+    @property
+    def version(self) -> str:
+        """Raised when the mapping changes, so that a trace says how its rows were made."""
+
+    @property
+    def reads(self) -> str:
+        """One sentence: which files, of which emitters and versions."""
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        """Tables it may yield."""
+
+    def recognises(self, head: bytes, name: str) -> bool:
+        """Whether a file that begins with `head` (up to 64 KiB, uncompressed) is one of these.
+
+        Content decides; the file's `name` may only break a tie.
+        """
+
+    def read(self, source: Source) -> Iterator[tuple[Table, pa.Table]]:
+        """Yield Arrow tables of exactly `table.arrow`, each of at most some 10^5 rows.
+
+        `instance` is NULL where the content names none, `source` always. What cannot be used is
+        counted in `source.tally`; BadInput is raised only where nothing of the file can be used.
+        """
+
+
+def request_key(*parts: object) -> str:
+    """Identity of a row of `requests`: 64 bits of a hash of the parts, as 16 hex digits."""
+    text = "\x1f".join("" if part is None else str(part) for part in parts)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+# -- rules -------------------------------------------------------------------------------------
+
+Severity = Literal["high", "medium", "low"]
+Basis = Literal["measured", "inferred"]
+FindingStatus = Literal["found", "inconclusive"]
+CheckStatus = Literal["found", "clear", "inconclusive", "no-data", "failed"]
+TrustStatus = Literal["pass", "warn", "fail"]
+VerdictStatus = Literal["found", "nothing", "inconclusive", "no-data"]
+
+SEVERITIES: tuple[Severity, ...] = ("high", "medium", "low")
+#: Share of a class's excess from which a finding is high, or medium (design: below that, low).
+HIGH_SHARE, MEDIUM_SHARE = 0.3, 0.1
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """A number a rule decides by: named, with its unit, and the reason it has this value."""
+
+    name: str
+    value: float
+    unit: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Something to change. `flag` is the engine's own spelling, `versions` where it exists."""
+
+    do: str
+    flag: str
+    versions: str
+    cost: str
+
+
+@dataclass(frozen=True)
+class Party:
+    """A culprit or victim: a class, tenant, request, instance, engine, rank, link, expert or process."""
+
+    kind: str
+    id: str
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A sentence with the numbers behind it; `data` holds them unrounded, in base units."""
+
+    text: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Finding:
+    rule: str
+    status: FindingStatus
+    severity: Severity
+    basis: Basis
+    title: str
+    culprit: Party
+    victims: tuple[Party, ...]
+    share_of_tail: float | None
+    window_ns: tuple[int, int] | None
+    evidence: tuple[Evidence, ...]
+    counter_evidence: tuple[Evidence, ...] = ()
+    remedies: tuple[Remedy, ...] = ()
+    confirm_by: tuple[str, ...] = ()
+    #: (class, metric) -> component seconds this finding explains; for the verdict's union. Not shown.
+    explains: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a rule says of its rows: findings, or why there are none."""
+
+    status: CheckStatus
+    reason: str
+    findings: tuple[Finding, ...] = ()
+
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One pattern. A value beside a query of the same stem; `decide` turns its rows into a decision.
+
+    `needs` names views the query reads that must have rows, else the rule's status is `no-data`
+    with `missing` as the reason. The query gets each threshold as a named parameter it may use.
+    """
+
+    name: str
+    summary: str
+    why: str
+    needs: tuple[str, ...]
+    missing: str
+    thresholds: tuple[Threshold, ...]
+    remedies: tuple[Remedy, ...]
+    confirm_by: tuple[str, ...]
+    decide: Callable[[Rows, Mapping[str, float]], Decision]
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", self.name):
+            raise ValueError(f"rule name {self.name!r} is not kebab-case")
+
+    @property
+    def limits(self) -> dict[str, float]:
+        return {threshold.name: threshold.value for threshold in self.thresholds}
+
+
+def severity_of(share: float | None, slo_broken: bool = False) -> Severity:
+    """high from 0.3 of a class's excess or where an SLO breaks by it, medium from 0.1, else low."""
+    if slo_broken or (share is not None and share >= HIGH_SHARE):
+        return "high"
+    return "medium" if share is not None and share >= MEDIUM_SHARE else "low"
+
+
+# -- diagnosis ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ClassRow:
+    """Latency of one class by one metric, and where its tail's excess went.
+
+    Seconds throughout. A withheld value is None and `reason` says why. `range99_s` brackets a p99 known
+    only from histogram buckets: [low, high], high None where it lies above the last finite bucket.
+    """
+
+    klass: str
+    metric: str
+    observer: str
+    basis: Literal["requests", "histogram"]
+    n: int
+    n_eff: float | None
+    p50_s: float | None
+    p95_s: float | None
+    p99_s: float | None
+    ci99_s: tuple[float, float] | None
+    range99_s: tuple[float, float | None] | None
+    reason: str | None
+    tail_rule: str | None
+    tail_n: int
+    excess_s: float | None
+    excess: Mapping[str, float]
+    slo_broken: bool = False
+
+
+@dataclass(frozen=True)
+class Check:
+    rule: str
+    status: CheckStatus
+    reason: str
+
+
+@dataclass(frozen=True)
+class Trust:
+    check: str
+    status: TrustStatus
+    detail: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    text: str
+    status: VerdictStatus
+    explained: float | None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    trace: Mapping[str, Any]
+    verdict: Verdict
+    classes: tuple[ClassRow, ...]
+    checks: tuple[Check, ...]
+    findings: tuple[Finding, ...]
+    trust: tuple[Trust, ...]
+    missing: tuple[str, ...]

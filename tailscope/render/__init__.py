@@ -1,0 +1,1 @@
+"""From a diagnosis to what a person or a program reads."""

@@ -1,0 +1,228 @@
+"""A file to ingest: opened uncompressed whatever its name says, with a tally of what could not be used."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import tzinfo
+from pathlib import Path
+from typing import IO, Any
+
+import pyarrow as pa
+from isal import isal_zlib
+
+from tailscope.config import Attributes
+
+GZIP_MAGIC = b"\x1f\x8b"
+ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+CHUNK = 1 << 20
+#: Step of decompression.
+PIECE = 32 << 10
+#: A longer line is not telemetry that we know; it would only exhaust memory.
+MAX_LINE = 64 << 20
+#: What a collector may look at to recognise its format.
+HEAD = 64 << 10
+
+INT64_MAX = (1 << 63) - 1
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the call and the configuration say about how to read."""
+
+    attributes: Attributes = Attributes()
+    log_tz: tzinfo | None = None
+    hash_ids: bool = False
+
+
+@dataclass
+class Tally:
+    """What became of a source's records. Counts everything that was not stored, and why."""
+
+    rejected: Counter[str] = field(default_factory=Counter)
+    skipped: Counter[str] = field(default_factory=Counter)
+    blanked: Counter[str] = field(default_factory=Counter)
+    first_seen: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def reject(self, reason: str, where: str = "", count: int = 1) -> None:
+        """Count a record that should have been telemetry but cannot be used.
+
+        `reason` is one of few texts and holds nothing of the input; `where` says which row, and is
+        kept for the first one.
+        """
+        self.rejected[reason] += count
+        self.first_seen.setdefault(reason, where)
+
+    def blank(self, reason: str, where: str = "", count: int = 1) -> None:
+        """Count a value left NULL in a row that is kept, because it cannot be true (a negative duration)."""
+        self.blanked[reason] += count
+        self.first_seen.setdefault(reason, where)
+
+    def skip(self, reason: str, count: int = 1) -> None:
+        """Count a valid record that is not telemetry of ours (a start-up span, an access-log line)."""
+        self.skipped[reason] += count
+
+    def note(self, text: str) -> None:
+        """Something a reader of the rows must know, said once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+class Source:
+    """One file. Collectors read it through `open`, `lines` or `read_all` and report through `tally`.
+
+    A collector also says what it learned of the clock: `clock`, `offset_ns`, `offset_error_ns`.
+    """
+
+    def __init__(self, path: Path, display: str | None = None, options: Options | None = None) -> None:
+        self.path = path
+        self.display = display if display is not None else str(path)
+        self.options = options or Options()
+        self.tally = Tally()
+        self.clock = "wall"
+        self.offset_ns: int | None = None
+        self.offset_error_ns: int | None = None
+
+    @property
+    def name(self) -> str:
+        """File name without folders and without compression suffix."""
+        name = self.path.name
+        for suffix in (".gz", ".zst", ".zstd"):
+            name = name.removesuffix(suffix)
+        return name
+
+    @property
+    def modified_ns(self) -> int:
+        return self.path.stat().st_mtime_ns
+
+    def open(self) -> IO[bytes]:
+        """The uncompressed content. Compressed data that ends early or is damaged ends the stream; the
+        tally then has a rejection that says so."""
+        raw = self.path.open("rb")
+        magic = raw.read(4)
+        raw.seek(0)
+        if magic.startswith(GZIP_MAGIC):
+            return io.BufferedReader(_Tolerant(_gunzip(raw), self.tally), CHUNK)
+        if magic == ZSTD_MAGIC:
+            pieces = _unzstd(raw, self.path.stat().st_size)
+            return io.BufferedReader(_Tolerant(pieces, self.tally), CHUNK)
+        return io.BufferedReader(raw, CHUNK)
+
+    def head(self) -> bytes:
+        """The first 64 KiB of the content; nothing is tallied."""
+        probe = Source(self.path)
+        with probe.open() as stream:
+            return stream.read(HEAD)
+
+    def content_hash(self) -> str:
+        """BLAKE2b-128 of the uncompressed content, so that a file and its gz copy are one source."""
+        digest = hashlib.blake2b(digest_size=16)
+        probe = Source(self.path)
+        with probe.open() as stream:
+            while chunk := stream.read(CHUNK):
+                digest.update(chunk)
+        return digest.hexdigest()
+
+    def read_all(self) -> bytes:
+        with self.open() as stream:
+            return stream.read()
+
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """(line number from 1, line without its end) for each line that is not blank.
+
+        A line beyond 64 MiB is rejected and passed over.
+        """
+        with self.open() as stream:
+            number = 0
+            while line := stream.readline(MAX_LINE):
+                number += 1
+                if len(line) == MAX_LINE and not line.endswith(b"\n"):
+                    self.tally.reject("line longer than 64 MiB", f"line {number}")
+                    while (rest := stream.readline(CHUNK)) and not rest.endswith(b"\n"):
+                        pass
+                    continue
+                line = line.strip()
+                if line:
+                    yield number, line
+
+
+class _Tolerant(io.RawIOBase):
+    """Pieces of decompressed data as a stream. Damage ends it and is counted; what came before is kept."""
+
+    def __init__(self, pieces: Iterator[bytes], tally: Tally) -> None:
+        self._pieces, self._tally = pieces, tally
+        self._piece = memoryview(b"")
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._piece:
+            try:
+                self._piece = memoryview(next(self._pieces))
+            except StopIteration:
+                return 0
+            except (EOFError, OSError, zlib.error, isal_zlib.error) as error:
+                ended_early = isinstance(error, EOFError)
+                reason = "compressed data ends early" if ended_early else "compressed data is damaged"
+                self._tally.reject(reason, f"after {self._position:,} uncompressed bytes")
+                self._pieces = iter(())
+                return 0
+        size = min(len(buffer), len(self._piece))
+        buffer[:size] = self._piece[:size]
+        self._piece = self._piece[size:]
+        self._position += size
+        return size
+
+
+def _gunzip(raw: IO[bytes]) -> Iterator[bytes]:
+    """Members of a gzip file, decompressed in small steps so that an error loses little."""
+    with raw:
+        inflate = isal_zlib.decompressobj(wbits=31)
+        fresh = True
+        while compressed := raw.read(PIECE):
+            while compressed:
+                if inflate.eof:
+                    inflate, fresh = isal_zlib.decompressobj(wbits=31), True
+                    compressed = compressed.lstrip(b"\0")  # padding between members, as gzip allows
+                    if not compressed:
+                        break
+                yield inflate.decompress(compressed)
+                fresh = False
+                compressed = inflate.unused_data
+        if not inflate.eof and not fresh:
+            raise EOFError
+
+
+def _unzstd(raw: IO[bytes], size: int) -> Iterator[bytes]:
+    with raw, pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd") as stream:
+        while True:
+            try:
+                piece = stream.read(PIECE)
+            except OSError as error:
+                if raw.tell() >= size and "truncated" in str(error).lower():
+                    raise EOFError from error
+                raise
+            if not piece:
+                return
+            yield piece
+
+
+def files_below(path: Path) -> Iterator[Path]:
+    """The regular files at or below `path`, sorted, hidden ones and trace directories left out."""
+    if not path.is_dir():
+        yield path
+        return
+    for folder, folders, names in os.walk(path):
+        folders[:] = sorted(f for f in folders if not f.startswith(".") and not f.endswith(".parquet"))
+        for name in sorted(names):
+            candidate = Path(folder, name)
+            if not name.startswith(".") and candidate.is_file():
+                yield candidate

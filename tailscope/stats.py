@@ -1,0 +1,161 @@
+"""Statistics on small results: intervals, effective sample sizes, permutation tests, bracketed quantiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import binom, rankdata
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+#: A quantile q needs this many effective samples beyond it before it is stated.
+MIN_TAIL_SAMPLES = 10.0
+CONFIDENCE = 0.95
+
+
+def effective_samples(values: Floats, times_ns: Ints) -> float:
+    """Number of independent samples that `values`, in bursts over time, are worth.
+
+    n divided by the integrated autocorrelation time of the ranks in time order (initial positive
+    sequence, Geyer 1992). Ranks, because latencies have heavy tails; at most n, at least 1.
+    """
+    n = len(values)
+    if n < 4:
+        return float(n)
+    order = np.argsort(times_ns, kind="stable")
+    ranks = rankdata(values[order])
+    centred = ranks - ranks.mean()
+    size = 1 << (2 * n - 1).bit_length()
+    spectrum = np.fft.rfft(centred, size)
+    autocovariance = np.fft.irfft(spectrum * np.conj(spectrum), size)[: n // 2]
+    if autocovariance[0] <= 0:
+        return float(n)
+    rho = autocovariance / autocovariance[0]
+    pairs = rho[: len(rho) // 2 * 2].reshape(-1, 2).sum(axis=1)
+    negative = np.flatnonzero(pairs <= 0)
+    positive = pairs[: negative[0]] if len(negative) else pairs
+    inflation = max(1.0, 2.0 * float(positive.sum()) - 1.0)
+    return float(max(1.0, n / inflation))
+
+
+def quantile_interval(values: Floats, q: float, n_eff: float) -> tuple[float, float] | None:
+    """Order-statistic (binomial) interval of quantile q at 95 %, widened to `n_eff` samples.
+
+    Exact for independent samples; with fewer effective samples the ranks are those of a sample of that size.
+    None where the interval would need an order statistic beyond the sample's.
+    """
+    n = round(n_eff)
+    if n < 1:
+        return None
+    alpha = (1 - CONFIDENCE) / 2
+    low, high = int(binom.ppf(alpha, n, q)), int(binom.ppf(1 - alpha, n, q)) + 1
+    if low < 1 or high > n:
+        return None
+    ordered = np.sort(values)
+    # Ranks of the effective sample, as positions in the whole one.
+    place = np.array([(low - 0.5) / n, (high - 0.5) / n]) * len(ordered)
+    index = np.clip(place.astype(int), 0, len(ordered) - 1)
+    return float(ordered[index[0]]), float(ordered[index[1]])
+
+
+def allows_quantile(q: float, n_eff: float) -> bool:
+    """Whether enough effective samples lie beyond quantile q for it to be stated."""
+    return n_eff * (1 - q) >= MIN_TAIL_SAMPLES
+
+
+def histogram_quantile(bounds: Sequence[float], counts: Sequence[float], q: float) -> tuple[float, float | None] | None:
+    """The bucket [low, high] in which quantile q of a histogram lies; high is None in the +Inf bucket.
+
+    `bounds` are ascending upper bounds, the last +Inf; `counts` cumulative. Never a point: inside a
+    bucket nothing is known. None for an empty histogram.
+    """
+    total = counts[-1] if counts else 0
+    if not total > 0:
+        return None
+    rank = q * total
+    for i, count in enumerate(counts):
+        if count >= rank and count > 0:
+            low = 0.0 if i == 0 else float(bounds[i - 1])
+            high = float(bounds[i])
+            return low, (None if np.isinf(high) else high)
+    return None
+
+
+@dataclass(frozen=True)
+class ExposureEffect:
+    """Mean difference in latency between exposed and unexposed victims, and how likely by chance."""
+
+    exposed: int
+    unexposed: int
+    difference: float
+    p_value: float
+
+
+def exposure_test(
+    times_ns: Ints,
+    latency: Floats,
+    starts_ns: Ints,
+    ends_ns: Ints,
+    *,
+    window_ns: int,
+    strata: Ints,
+    rounds: int = 499,
+    shift_ns: int = 60_000_000_000,
+    seed: int = 0,
+) -> ExposureEffect | None:
+    """Whether requests that arrive shortly before or during a culprit's interval are slower, by local circular shifts.
+
+    Exposure is a culprit running in a fixed window after the victim's arrival, not an overlap with the
+    request, which would condition on the outcome. The difference is taken within strata of own load and
+    weighted by their exposed. The null moves all culprit intervals together by a random local shift
+    (field notes C8; circular-shift null as in spike-train analysis). None below 5 exposed or unexposed.
+    """
+    order = np.argsort(times_ns, kind="stable")
+    times, values, groups = times_ns[order], latency[order], strata[order]
+    span = (int(times[0]), int(times[-1]) + window_ns)
+
+    def difference(shift: int) -> tuple[float, int]:
+        moved = (starts_ns + shift - span[0]) % (span[1] - span[0]) + span[0]
+        exposed = _exposed(times, moved, moved + (ends_ns - starts_ns), window_ns)
+        count = int(exposed.sum())
+        return _stratified_difference(values, exposed, groups), count
+
+    observed, exposed = difference(0)
+    if exposed < 5 or len(values) - exposed < 5 or np.isnan(observed):
+        return None
+    generator = np.random.default_rng(seed)
+    reach = min(shift_ns, (span[1] - span[0]) // 2)
+    # Shifts shorter than the window leave most exposures as they are.
+    least = min(window_ns, reach // 2)
+    shifts = generator.integers(least, max(reach, least + 1), rounds) * generator.choice([-1, 1], rounds)
+    null = np.array([difference(int(s))[0] for s in shifts])
+    null = null[~np.isnan(null)]
+    p_value = (1 + int((null >= observed).sum())) / (1 + len(null))
+    return ExposureEffect(exposed, len(values) - exposed, observed, p_value)
+
+
+def _exposed(times: Ints, starts: Ints, ends: Ints, window_ns: int) -> NDArray[np.bool_]:
+    """For each ascending time t, whether an interval touches [t, t + window]: linear after sorting."""
+    order = np.argsort(starts, kind="stable")
+    starts, ends = starts[order], ends[order]
+    reach = np.maximum.accumulate(ends) if len(ends) else ends
+    last = np.searchsorted(starts, times + window_ns, side="right") - 1
+    hit = last >= 0
+    result = np.zeros(len(times), dtype=bool)
+    result[hit] = reach[last[hit]] >= times[hit]
+    return result
+
+
+def _stratified_difference(values: Floats, exposed: NDArray[np.bool_], strata: Ints) -> float:
+    total, weight = 0.0, 0
+    for stratum in np.unique(strata):
+        inside = strata == stratum
+        treated, control = values[inside & exposed], values[inside & ~exposed]
+        if len(treated) and len(control):
+            total += float(treated.mean() - control.mean()) * len(treated)
+            weight += len(treated)
+    return total / weight if weight else float("nan")
