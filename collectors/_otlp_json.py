@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from binascii import a2b_base64, a2b_hex
@@ -61,6 +62,9 @@ class _NotJsonError(ValueError):
 
 def _load(data: bytes) -> Any:
     """Raises _NotJsonError, which says where."""
+    # A request makes 10^4 objects without cycles; collecting meanwhile costs a third of the time.
+    collecting = gc.isenabled()
+    gc.disable()
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:
@@ -69,6 +73,9 @@ def _load(data: bytes) -> Any:
             return json.loads(data.decode("utf-8-sig", "replace"))
         except (ValueError, RecursionError):
             raise _NotJsonError(f"line {error.lineno} column {error.colno}") from None
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _request(entry: Any) -> Mapping[str, Any] | None:
@@ -124,8 +131,11 @@ def read_json(source: Source, wanted: Collection[str]) -> Iterator[Span]:
                 tally.reject(NOT_OTLP, where)
                 continue
             for resource_spans in _objects(request, SPANS, tally, where):
-                owner = resource_spans.get("resource")
-                resource = _attributes(owner, wanted, tally, where) if isinstance(owner, dict) else {}
+                resource = {}
+                if isinstance(owner := resource_spans.get("resource"), dict):
+                    resource = _attributes(owner, wanted, tally, where)
+                elif owner is not None:
+                    tally.blank(WRONG_TYPE, where)
                 for scope in _objects(resource_spans, SCOPE_SPANS, tally, where):
                     for span in _objects(scope, ("spans",), tally, where):
                         number += 1
@@ -167,9 +177,8 @@ def _objects(
         if not isinstance(values, list):
             tally.reject(WRONG_TYPE, where)
             continue
-        for index, value in enumerate(values):
+        for value in values:
             if isinstance(value, dict):
-                values[index] = None
                 yield value
             else:
                 tally.reject(WRONG_TYPE, where)
@@ -189,12 +198,13 @@ def _attributes(
         try:
             key = item["key"]
             if key in wanted:
-                value = item.get("value")
-                for kind in value or ():
-                    found[key] = value[kind] if kind in SCALARS else _plain(value)
+                found[key] = None
+                value = item.get("value") or {}
+                for kind, content in value.items():
+                    found[key] = content if kind in SCALARS else _plain(value)
                     break
-        except (TypeError, KeyError):
-            tally.blank("attribute is not a key with a value", where)
+        except (TypeError, KeyError, AttributeError):
+            tally.blank("attribute is not a key with an object as value", where)
     return found
 
 

@@ -19,7 +19,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 from tailscope.source import Source, Tally
 
-from ._otlp_span import DATA_POINT, LOG_RECORD, NOT_OTLP, Span
+from ._otlp_span import DATA_POINT, LOG_RECORD, Span
 
 Framing = Literal["single", "delimited"]
 Kind = Literal["span", "log", "metric"]
@@ -50,11 +50,11 @@ WIRE_TYPES: dict[Kind, dict[int, int]] = {
     "log": _wire_types(LogRecord),
     "metric": _wire_types(Metric),
 }
-#: Fields without which an item is not taken for one of its kind: times, severity, data.
+#: Fields one of which tells the kind of an item: times, severity, data. `_kind_of_item` knows more.
 MARKS: dict[Kind, set[int]] = {
     "span": {7 << 3 | FIXED64, 8 << 3 | FIXED64},
     "log": {1 << 3 | FIXED64, 2 << 3 | VARINT, 11 << 3 | FIXED64},
-    "metric": {number << 3 | BYTES for number in (5, 7, 9, 10, 11)},
+    "metric": {number << 3 | BYTES for number in (7, 9, 10, 11)},
 }
 
 
@@ -67,7 +67,7 @@ def framing(head: bytes) -> Framing | None:
         size = int.from_bytes(head[at : at + 4], "big")
         if size > MAX_MESSAGE:
             return None
-        if _kind_of_request(head, at + 4, at + 4 + size):
+        if size and _kind_of_request(head, at + 4, at + 4 + size):
             return "delimited"
         at += 4 + size
     return None
@@ -130,16 +130,15 @@ def _items(
 
     def inside(start: int, end: int) -> list[Piece]:
         pieces, complete = _pieces(data, start, min(end, limit))
-        if not complete and end <= limit:
-            if whole:
-                tally.reject(CUT, where)
-            if pieces and end < pieces[-1][2] and (start, end) != (0, limit):
-                pieces.pop()
-        return pieces
+        if end > limit or complete:
+            return pieces
+        if whole:
+            tally.reject(CUT, where)
+        return [piece for piece in pieces if piece[2] <= end]
 
-    top = inside(0, limit)
-    if top and not any(tag == RESOURCE_ITEMS for tag, _, _ in top):
-        tally.reject(NOT_OTLP, where)
+    top, complete = _pieces(data, 0, limit)
+    if whole and not (complete and all(tag == RESOURCE_ITEMS for tag, _, _ in top)):
+        tally.reject(CUT, where)
     for in_resource in (inside(start, end) for tag, start, end in top if tag == RESOURCE_ITEMS):
         resource: dict[str, Any] = {}
         for tag, start, end in in_resource:
@@ -228,17 +227,15 @@ def _kind_of_item(data: bytes, start: int, end: int) -> Kind | None:
     if not complete and end <= limit:
         return None
     fields = {tag: data[start:end] for tag, start, end in pieces}
+    sizes = [len(fields.get(number << 3 | BYTES, b"")) for number in (1, 2)]
+    # Where a span has its name, a metric has its gauge, which begins with a data point.
+    has_gauge = fields.get(5 << 3 | BYTES, b"").startswith(b"\n")
+    told = {"span": sizes == [16, 8] and not has_gauge, "log": False, "metric": has_gauge}
     for kind, wire_types in WIRE_TYPES.items():
         fits = all(wire_types.get(tag >> 3, tag & 7) == tag & 7 for tag in fields)
-        if fits and (not MARKS[kind].isdisjoint(fields) or (kind == "span" and _has_ids(fields))):
+        if fits and (told[kind] or not MARKS[kind].isdisjoint(fields)):
             return kind
     return None
-
-
-def _has_ids(fields: Mapping[int, bytes]) -> bool:
-    """Whether a span without times is one. A metric's gauge lies where a span has its name."""
-    sizes = [len(fields.get(number << 3 | BYTES, b"")) for number in (1, 2)]
-    return sizes == [16, 8] and not fields.get(5 << 3 | BYTES, b"").startswith(b"\n")
 
 
 def _skip_metric(data: bytes, tally: Tally, where: str) -> None:

@@ -29,13 +29,13 @@ ITERATION = re.compile(
 GAUGES = tuple(
     (re.compile(pattern), name, divisor)
     for pattern, name, divisor in (
-        (rb"Avg prompt throughput: ([^\s,]+) tokens/s", "log:prompt_throughput_tokens_per_s", 1),
-        (rb"Avg generation throughput: ([^\s,]+) tokens/s", "log:generation_throughput_tokens_per_s", 1),
-        (rb"Running: ([^\s,]+) reqs", "vllm:num_requests_running", 1),
-        (rb"(?:Waiting|Pending): ([^\s,]+) reqs", "vllm:num_requests_waiting", 1),
-        (rb"Preemptions: ([^\s,]+)", "log:preemptions", 1),
-        (rb"KV cache usage: ([^\s,%]+)%", "vllm:kv_cache_usage_perc", 100),
-        (rb", Prefix cache hit rate: ([^\s,%]+)%", "log:prefix_cache_hit_rate", 100),
+        (rb"Avg prompt throughput: ([^\s,]{1,40}) tokens/s", "log:prompt_throughput_tokens_per_s", 1),
+        (rb"Avg generation throughput: ([^\s,]{1,40}) tokens/s", "log:generation_throughput_tokens_per_s", 1),
+        (rb"Running: ([^\s,]{1,40}) reqs", "vllm:num_requests_running", 1),
+        (rb"(?:Waiting|Pending): ([^\s,]{1,40}) reqs", "vllm:num_requests_waiting", 1),
+        (rb"Preemptions: ([^\s,]{1,40})", "log:preemptions", 1),
+        (rb"KV cache usage: ([^\s,%]{1,40})%", "vllm:kv_cache_usage_perc", 100),
+        (rb", Prefix cache hit rate: ([^\s,%]{1,40})%", "log:prefix_cache_hit_rate", 100),
     )
 )
 
@@ -56,7 +56,7 @@ EVENTS = tuple(
         ("jit", rb"(Compiling a graph)(?: for .{1,80}?)? (takes [\d.]+ s)"),
         ("jit", rb"(torch\.compile)(?: and initial profiling/warmup run together)? (takes|took) ([\d.]+ s)"),
         ("jit", rb"(Graph capturing finished in [\d.]+ secs?)"),
-        ("jit", rb"(\w{1,40} (?:kernel )?JIT compilation during inference: [\w.]{1,99})"),
+        ("jit", rb"(\w{1,40} (?:kernel )?JIT compilation during inference: [\w.]{0,99}\w)"),
         ("jit", rb"(Triton autotuning for function \w{1,99})"),
         ("config", rb"(Max profiling iterations reached)"),
     )

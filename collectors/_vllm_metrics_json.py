@@ -18,6 +18,8 @@ from tailscope.source import INT64_MAX, Source, Tally
 from ._vllm_metrics_rows import BAD_TIME, COUNT, SUM, Families, Foreign, Reader, Target, Unusable
 
 _ELEMENT = re.compile(r'\{\s*"metric"\s*:')
+#: Places at which a damaged answer is taken up again. Each costs a look at all text before it.
+MAX_DAMAGES = 100
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -139,7 +141,7 @@ def _elements(source: Source) -> Iterable[Any]:
 def _salvage(text: str, tally: Tally) -> Iterator[Any]:
     """The elements of what is not JSON as a whole: cut off, damaged, or several answers in one file."""
     decoder = json.JSONDecoder()
-    end, cut = 0, False
+    end, cut, damages = 0, False, 0
     for match in _ELEMENT.finditer(text):
         start = match.start()
         if start < end:
@@ -151,6 +153,10 @@ def _salvage(text: str, tally: Tally) -> Iterator[Any]:
             # What was scanned is passed over, so that damage costs no second look.
             end, cut = max(start + 1, getattr(error, "pos", len(text))), True
             tally.reject("JSON is damaged or cut off", f"character {start + 1}")
+            damages += 1
+            if damages == MAX_DAMAGES:
+                tally.note(f"reading stopped at the {MAX_DAMAGES}th damaged place")
+                break
             continue
         yield element
     if not cut and not text[end:].lstrip().startswith("]"):

@@ -185,7 +185,8 @@ class Reader:
             return
         if (histogram.sum if part == SUM else histogram.count) is not None:
             self.tally.reject(REPEATED, where)
-        elif part == SUM:
+            return
+        if part == SUM:
             histogram.sum = value
         else:
             histogram.count = value

@@ -18,10 +18,11 @@ from tailscope.source import INT64_MAX, Source
 from ._ids import stored_request_id
 from ._otlp_json import is_otlp_json, read_json
 from ._otlp_protobuf import framing, read_protobuf
-from ._otlp_span import Span
+from ._otlp_span import NOT_OTLP, Span
 
 BATCH = 50_000
 MAX_SECONDS = INT64_MAX // 1_000_000_000
+EXPORT = "Give exported spans, as the Collector's file exporter or an OTLP receiver writes them."
 DERIVED = "instants after arrival are derived: span start + durations"
 
 VLLM_SPAN = "llm_request"
@@ -44,22 +45,8 @@ INSTANCE, ENGINE = "service.instance.id", "dp_rank"
 
 #: Nothing else is read from a span: attributes may hold prompts and completions.
 ALLOWED = frozenset(
-    (
-        *(
-            REQUEST_ID,
-            TTFT,
-            E2E,
-            QUEUE,
-            PREFILL,
-            DECODE,
-            FINISH_REASONS,
-            ERROR_TYPE,
-            INSTANCE,
-            ENGINE,
-            MAX_TOKENS,
-        ),
-        *(PROMPT_TOKENS + OUTPUT_TOKENS + CACHED_TOKENS + MODEL),
-    )
+    (REQUEST_ID, TTFT, E2E, QUEUE, PREFILL, DECODE, MAX_TOKENS, FINISH_REASONS, ERROR_TYPE, INSTANCE, ENGINE)
+    + (PROMPT_TOKENS + OUTPUT_TOKENS + CACHED_TOKENS + MODEL)
 )
 
 
@@ -96,12 +83,8 @@ class Otlp:
         tally = source.tally
         if not seen and not tally.skipped and tally.rejected:
             reason = next(iter(tally.rejected))
-            raise BadInput(
-                reason,
-                path=source.display,
-                where=tally.first_seen[reason],
-                todo="The file is cut off or damaged; copy or export it again.",
-            )
+            todo = EXPORT if reason == NOT_OTLP else "Copy or export the file again."
+            raise BadInput(reason, path=source.display, where=tally.first_seen[reason], todo=todo)
 
 
 def _spans(source: Source, wanted: frozenset[str]) -> Iterator[Span]:
@@ -110,11 +93,7 @@ def _spans(source: Source, wanted: frozenset[str]) -> Iterator[Span]:
         return read_protobuf(source, found, wanted)
     if head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"", b"{", b"[") or is_otlp_json(head):
         return read_json(source, wanted)
-    raise BadInput(
-        "neither OTLP JSON nor OTLP protobuf",
-        path=source.display,
-        todo="Give exported spans, as the Collector's file exporter or an OTLP receiver writes them.",
-    )
+    raise BadInput("neither OTLP JSON nor OTLP protobuf", path=source.display, todo=EXPORT)
 
 
 def _table(names: Iterable[str], rows: list[tuple[Any, ...]]) -> pa.Table:
@@ -148,7 +127,10 @@ class _Mapping:
         decode = self.duration(found.get(DECODE), number)
         queue = prefill = None
         if span.name == VLLM_SPAN:  # SGLang's prefill includes its queue, so neither can be told
-            queue, prefill = self.duration(found.get(QUEUE), number), self.duration(found.get(PREFILL), number)
+            queue, prefill = (
+                self.duration(found.get(QUEUE), number),
+                self.duration(found.get(PREFILL), number),
+            )
         if ttft is not None or e2e is not None:
             self.tally.note(DERIVED)
         first_token, last_token = self.later(arrival, ttft, number), self.later(arrival, e2e, number)
@@ -166,7 +148,7 @@ class _Mapping:
             "request_id": request_id,
             "trace_id": _text(span.trace_id),
             "span_id": _text(span.span_id),
-            "file_row": span.number,
+            "file_row": number,
             "model": _text(_either(found, resource, named.model)) or _text(_first(found, MODEL)),
             "adapter": _text(_either(found, resource, named.adapter)),
             "tenant": _text(_either(found, resource, named.tenant)),
@@ -177,7 +159,7 @@ class _Mapping:
             "scheduled_ns": scheduled,
             "first_token_ns": first_token,
             "last_token_ns": last_token,
-            "finished_ns": end if e2e is None else last_token,
+            "finished_ns": end if last_token is None else last_token,
             "queue_ns": queue,
             "prefill_ns": prefill,
             "decode_ns": decode,
@@ -276,8 +258,9 @@ def _number(value: object) -> int | float:
 
 def _text(value: object) -> str | None:
     if isinstance(value, str):
-        # Arrow takes no lone surrogates.
-        return (value if value.isascii() else value.encode("utf-8", "replace").decode("utf-8")) or None
+        if not value.isascii():  # Arrow takes no lone surrogates
+            value = value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        return value or None
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):

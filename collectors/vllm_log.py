@@ -47,8 +47,8 @@ from ._vllm_log_lines import (
 from ._vllm_log_times import SECOND, STAMP_LAG, Calendar, Step, Steps, stamp
 
 BATCH = 50_000
-#: Characters of an event's detail.
-DETAIL = 200
+#: Characters of an event's detail, and of a list of aborted requests.
+DETAIL, LIST = 200, 1 << 20
 COUNTS = ("iteration", "prefill_requests", "prefill_tokens", "decode_requests", "decode_tokens")
 Rows = list[dict[str, Any]]
 
@@ -117,7 +117,8 @@ class _Reader:
                 yield from self._flush(BATCH)
             elif not (UNTIMED.search(line) and self._without_time(line)):
                 self.others += 1
-        self.tally.skip("other log line", self.others)
+        if self.others:
+            self.tally.skip("other log line", self.others)
         if not is_log:
             raise BadInput(
                 "no line in the form of vLLM's log",
@@ -241,8 +242,8 @@ class _Reader:
             self.down = True
             self._add(line, "restart", "engine died")
         elif found := ABORT.match(message):
-            for request_id in found[1].split(b","):
-                self._abort(line, request_id.strip().decode("utf-8", "replace"))
+            for request_id in filter(None, map(bytes.strip, found[1][:LIST].split(b","))):
+                self._abort(line, request_id.decode("utf-8", "replace"))
         elif found := ABORTED.match(message):
             return self._name_abort(found[1].decode("utf-8", "replace"))
         elif LIKELY.match(message):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import binom, rankdata
+from scipy.special import bdtrik
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -20,15 +20,15 @@ CONFIDENCE = 0.95
 def effective_samples(values: Floats, times_ns: Ints) -> float:
     """Number of independent samples that `values`, in bursts over time, are worth.
 
-    n divided by the integrated autocorrelation time of the ranks in time order (initial positive
-    sequence, Geyer 1992). Ranks, because latencies have heavy tails; at most n, at least 1.
+    n divided by the integrated autocorrelation time of the values in time order (initial positive
+    sequence, Geyer 1992); at most n, at least 1. For a quantile, pass whether each value exceeds it: that is
+    what its variance depends on, and heavy tails do not matter.
     """
     n = len(values)
     if n < 4:
         return float(n)
     order = np.argsort(times_ns, kind="stable")
-    ranks = rankdata(values[order])
-    centred = ranks - ranks.mean()
+    centred = values[order] - values.mean()
     size = 1 << (2 * n - 1).bit_length()
     spectrum = np.fft.rfft(centred, size)
     autocovariance = np.fft.irfft(spectrum * np.conj(spectrum), size)[: n // 2]
@@ -52,7 +52,7 @@ def quantile_interval(values: Floats, q: float, n_eff: float) -> tuple[float, fl
     if n < 1:
         return None
     alpha = (1 - CONFIDENCE) / 2
-    low, high = int(binom.ppf(alpha, n, q)), int(binom.ppf(1 - alpha, n, q)) + 1
+    low, high = int(np.ceil(bdtrik(alpha, n, q))), int(np.ceil(bdtrik(1 - alpha, n, q))) + 1
     if low < 1 or high > n:
         return None
     ordered = np.sort(values)

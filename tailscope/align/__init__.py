@@ -1,6 +1,7 @@
 """From raw tables to aligned ones: observers of a request joined, steps in order, coverage of both.
 
-Leaves temporary tables in the trace's connection: `observed`, `steps`, `joined`, `client_clock`, `coverage`.
+Leaves temporary tables in the trace's connection: `observed`, `steps`, `joined`, `client_clock`, `coverage`,
+`counters`, `histograms`.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ def align(trace: Trace, config: Config, scope: Scope) -> None:
     _pair(trace, "client_pairs", "a.view IN ('client', 'gateway')", engine_rows, with_clock=True)
     con.execute(sql_of(__name__, "joined"))
     con.execute(sql_of(__name__, "coverage"))
+    con.execute(sql_of(__name__, "counters"), scope.parameters)
+    con.execute(sql_of(__name__, "histograms"), scope.parameters)
 
 
 def class_macro(classes: tuple[RequestClass, ...]) -> str:

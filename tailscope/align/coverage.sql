@@ -14,8 +14,8 @@ SELECT 'engine span → stat logger', count(*) FILTER (WHERE oid IN (SELECT a FR
 FROM observed
 WHERE view = 'front' AND EXISTS (FROM observed WHERE view = 'core')
 UNION ALL
-SELECT 'engine request → iterations',
+SELECT 'request → iterations',
        count(*) FILTER (WHERE j.engine_known AND s.first_ns <= j.arrival_ns + j.ttft_ns AND s.last_ns >= j.arrival_ns + j.ttft_ns),
        count(*), count(*) FILTER (WHERE NOT j.engine_known)
 FROM joined j LEFT JOIN span s ON s.instance = j.instance AND s.engine IS NOT DISTINCT FROM j.engine
-WHERE j.engine_saw AND EXISTS (FROM steps);
+WHERE j.billed AND EXISTS (FROM steps);

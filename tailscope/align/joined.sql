@@ -1,5 +1,7 @@
 -- joined: one row per request, its observers side by side. An engine's view comes first; a request that only
--- the client saw (refused, aborted, failed) is a row without engine times.
+-- the client saw (refused, aborted, failed) is a row without engine times, and has a bill only where no engine of
+-- its instance told of requests at all. A client's row without an id cannot be joined: beside an engine's rows it
+-- would count its request twice.
 CREATE OR REPLACE TEMP TABLE joined AS
 WITH engine_rows AS (
     SELECT f.oid AS base, f.oid AS front, p.b AS core
@@ -9,11 +11,13 @@ WITH engine_rows AS (
     SELECT c.oid, NULL, c.oid FROM observed c
     WHERE c.view = 'core' AND c.oid NOT IN (SELECT b FROM core_pairs)
 ),
+told AS (SELECT DISTINCT instance FROM observed WHERE view IN ('front', 'core')),
 all_rows AS (
     SELECT e.*, p.a AS client FROM engine_rows e LEFT JOIN client_pairs p ON p.b = e.base
     UNION ALL
     SELECT c.oid, NULL, NULL, c.oid FROM observed c
     WHERE c.view IN ('client', 'gateway') AND c.oid NOT IN (SELECT a FROM client_pairs)
+      AND (c.request_id IS NOT NULL OR c.instance NOT IN (SELECT instance FROM told))
 ),
 only_engine AS (
     SELECT instance, any_value(engine) AS engine FROM steps GROUP BY instance HAVING count(DISTINCT coalesce(engine, -1)) = 1
@@ -25,6 +29,9 @@ wide AS (
         coalesce(b.engine, k.engine, o.engine) AS engine,
         coalesce(b.engine, k.engine) IS NOT NULL OR o.instance IS NOT NULL AS engine_known,
         a.front IS NOT NULL OR a.core IS NOT NULL AS engine_saw,
+        (a.front IS NOT NULL OR a.core IS NOT NULL OR b.instance NOT IN (SELECT instance FROM told))
+            AND coalesce(b.status, 'ok') = 'ok' AS billed,
+        b.observer,
         b.request_key, b.request_id, c.request_key AS client_key,
         coalesce(b.model, c.model) AS model, coalesce(b.adapter, c.adapter) AS adapter,
         coalesce(b.tenant, c.tenant) AS tenant, coalesce(b.priority, c.priority) AS priority,

@@ -369,7 +369,7 @@ def _culprits(trace: Trace) -> tuple[str, ...]:
     names = [
         row["klass"]
         for row in trace.rows(
-            "SELECT klass FROM joined WHERE engine_saw GROUP BY klass "
+            "SELECT klass FROM joined WHERE billed GROUP BY klass "
             "ORDER BY sum(greatest(prompt_tokens - coalesce(cached_tokens, 0), 1)) DESC NULLS LAST, klass"
         )
     ]
@@ -377,7 +377,7 @@ def _culprits(trace: Trace) -> tuple[str, ...]:
 
 
 def _engines(trace: Trace) -> Iterator[tuple[str, int | None]]:
-    for row in trace.rows("SELECT DISTINCT instance, engine FROM joined WHERE engine_saw ORDER BY ALL"):
+    for row in trace.rows("SELECT DISTINCT instance, engine FROM joined WHERE billed ORDER BY ALL"):
         yield row["instance"], row["engine"]
 
 
@@ -397,7 +397,7 @@ def _requests(trace: Trace, instance: str, engine: int | None) -> dict[str, Any]
     """Arrays of the requests that have a bill on this engine; unknown is NaN."""
     columns = trace.connection.execute(
         "SELECT rid, arrival_ns, ttft_ns, e2e_ns, queue_ns, prefill_ns, prompt_tokens, cached_tokens, output_tokens, "
-        "preemptions, klass FROM joined WHERE engine_saw AND ttft_ns >= 0 AND e2e_ns >= ttft_ns "
+        "preemptions, klass FROM joined WHERE billed AND ttft_ns >= 0 AND e2e_ns >= ttft_ns "
         "AND instance = $instance AND engine IS NOT DISTINCT FROM $engine ORDER BY rid",
         {"instance": instance, "engine": engine},
     ).fetchnumpy()

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
@@ -47,7 +46,7 @@ def write_contrast(trace: Trace, ledger: Ledger, slos: tuple[Slo, ...], klass: s
     )
     rows: list[ClassRow] = []
     wanted = trace.rows(
-        "SELECT klass, count(*) AS n FROM joined WHERE engine_saw AND ($klass IS NULL OR klass = $klass) "
+        "SELECT klass, count(*) AS n FROM joined WHERE billed AND ($klass IS NULL OR klass = $klass) "
         "GROUP BY klass ORDER BY min(prompt_tokens), klass",
         {"klass": klass},
     )
@@ -91,24 +90,25 @@ _VALUES = {
 
 def _request_metric(trace: Trace, klass: str, metric: str) -> ClassRow:
     columns = trace.connection.execute(
-        f"SELECT rid, {_VALUES[metric]} AS value, arrival_ns, prompt_tokens, cached_tokens, output_tokens FROM joined "
-        "WHERE engine_saw AND klass = $klass AND ttft_ns >= 0 AND e2e_ns >= ttft_ns "
+        f"SELECT rid, {_VALUES[metric]} AS value, coalesce(observer, 'engine') AS observer, arrival_ns, "
+        "coalesce(prompt_tokens, 0) AS prompt_tokens, coalesce(cached_tokens, 0) AS cached_tokens, "
+        "coalesce(output_tokens, 0) AS output_tokens FROM joined "
+        "WHERE billed AND klass = $klass AND ttft_ns >= 0 AND e2e_ns >= ttft_ns "
         "AND value IS NOT NULL AND isfinite(value) ORDER BY rid",
         {"klass": klass},
-    ).fetch_df()
-    values = columns["value"].to_numpy(np.float64)
-    arrivals = columns["arrival_ns"].to_numpy(np.int64)
-    row, tail = _describe(klass, metric, "engine", values, arrivals)
+    ).fetchnumpy()
+    values = np.asarray(columns["value"], np.float64)
+    arrivals = np.asarray(columns["arrival_ns"], np.int64)
+    observers = sorted(set(columns["observer"]))
+    row, tail = _describe(klass, metric, " + ".join(observers), values, arrivals)
     if tail is None:
         return row
-    prompt = columns["prompt_tokens"].fillna(0).to_numpy(np.float64)
-    cached = columns["cached_tokens"].fillna(0).to_numpy(np.float64)
-    output = columns["output_tokens"].fillna(0).to_numpy(np.float64)
+    prompt, cached, output = (np.asarray(columns[f"{name}_tokens"], np.float64) for name in ("prompt", "cached", "output"))
     alike = _bucket(prompt - cached) * 64 + (_bucket(output) if metric == "E2E" else 0)
     weights = _matched_weights(values, tail, alike)
     per_request = np.maximum(output - 1, 1) if metric == "TPOT" else np.ones(len(values))
     members = np.flatnonzero(weights)
-    _add_members(trace, klass, metric, columns["rid"].to_numpy(np.int64)[members], (weights / per_request)[members])
+    _add_members(trace, klass, metric, np.asarray(columns["rid"], np.int64)[members], (weights / per_request)[members])
     return replace(row, excess_s=float(weights @ values))
 
 
@@ -134,9 +134,10 @@ def _describe(
             reason="too-few-samples", tail_rule=None, tail_n=0, **empty,  # type: ignore[arg-type]
         )  # fmt: skip
         return row, None
-    n_eff = stats.effective_samples(values, times_ns)
     p50, p95, p99 = (float(v) for v in np.quantile(values, [0.5, 0.95, 0.99]))
-    allowed95, allowed99 = stats.allows_quantile(0.95, n_eff), stats.allows_quantile(0.99, n_eff)
+    # What a quantile is worth depends on how the values beyond it cluster in time.
+    n_eff95, n_eff = (stats.effective_samples((values > p).astype(np.float64), times_ns) for p in (p95, p99))
+    allowed95, allowed99 = stats.allows_quantile(0.95, n_eff95), stats.allows_quantile(0.99, n_eff)
     if allowed99:
         rule, tail = "above p99", values > p99
     elif allowed95:
@@ -180,12 +181,9 @@ def _matched_weights(values: Floats, tail: NDArray[np.bool_], alike: NDArray[np.
 
     A cell of few requests takes the class's typical ones, so that weights sum to 0.
     """
-    frame = pd.DataFrame({"value": values, "cell": alike})
-    size = frame.groupby("cell")["value"].transform("size").to_numpy()
-    cell = np.where(size >= MIN_CELL, alike, -1)
-    frame["cell"] = cell
-    rank = frame.groupby("cell")["value"].rank(method="first", pct=True).to_numpy()
-    everywhere = frame["value"].rank(method="first", pct=True).to_numpy()
+    _, index, size = np.unique(alike, return_inverse=True, return_counts=True)
+    cell = np.where(size[index] >= MIN_CELL, alike, -1)
+    rank, everywhere = _rank_within(cell, values), _rank_within(np.zeros_like(cell), values)
     weights = np.zeros(len(values))
     n = tail.sum()
     weights[tail] += 1 / n
@@ -196,6 +194,15 @@ def _matched_weights(values: Floats, tail: NDArray[np.bool_], alike: NDArray[np.
             typical = inside & (np.abs(ranks - 0.5) == np.abs(ranks[inside] - 0.5).min())
         weights[typical] -= count / n / typical.sum()
     return weights
+
+
+def _rank_within(cell: NDArray[np.int64], values: Floats) -> Floats:
+    """Rank of each value in its cell, as a share of the cell's size in (0, 1]."""
+    order = np.lexsort((values, cell))
+    _, first, size = np.unique(cell[order], return_index=True, return_counts=True)
+    rank = np.empty(len(values))
+    rank[order] = (np.arange(len(values)) - np.repeat(first, size) + 1) / np.repeat(size, size)
+    return rank
 
 
 def _token_gaps(trace: Trace, ledger: Ledger, klass: str | None) -> list[ClassRow]:
@@ -249,7 +256,7 @@ WITH streams AS (
     SELECT coalesce(client_key, request_key) AS key, klass, instance, engine, rid, coalesce(preemptions, 0) > 0 AS preempted,
            coalesce(client_arrival_ns + client_ttft_ns - (arrival_ns + ttft_ns), 0) AS delay_ns,
            CASE WHEN client_key IS NULL THEN 'engine' ELSE 'client' END AS observer
-    FROM joined WHERE engine_saw AND ($klass IS NULL OR klass = $klass)
+    FROM joined WHERE billed AND ($klass IS NULL OR klass = $klass)
 ),
 chunks AS (
     SELECT s.*, lag(t.time_ns) OVER (PARTITION BY t.request_key ORDER BY t.seq) AS before_ns, t.time_ns

@@ -11,7 +11,7 @@ from scipy.optimize import nnls
 Floats = NDArray[np.float64]
 
 #: Steps used for a fit. More do not change seven coefficients.
-FIT_STEPS = 200_000
+FIT_STEPS = 40_000
 MIN_FIT_STEPS = 30
 HUBER = 1.345
 ROUNDS = 25

@@ -1,0 +1,205 @@
+"""Short requests wait behind the prefill of long ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Threshold, severity_of
+
+
+def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
+    if not rows:
+        return Decision("clear", f"no class has prompts {limits['size_ratio']:g}x as long as another's")
+    by_culprit = groupby(sorted(rows, key=lambda r: (r["culprit"], r["victim"])), key=lambda r: r["culprit"])
+    findings = [finding for _, group in by_culprit if (finding := judge(list(group), limits))]
+    if any(f.status == "found" for f in findings):
+        return Decision("found", "long prefills hold up shorter requests", tuple(findings))
+    if findings:
+        return Decision("inconclusive", "slower beside long prefills, but the data cannot show why", tuple(findings))
+    if not any(r["has_steps"] for r in rows) and not any(r["p_value"] is not None for r in rows):
+        return Decision("inconclusive", "no iterations, and too few requests met a long prefill to test for an effect")
+    return Decision("clear", "long prefills explain too little of any class's tail")
+
+
+def judge(rows: Sequence[Mapping[str, Any]], limits: Mapping[str, float]) -> Finding | None:
+    """A finding for one culprit class: by the steps' evidence where there is any, else by the exposure test."""
+    if not rows[0]["has_steps"]:
+        exposed = [r for r in rows if slower_when_exposed(r, limits)]
+        return by_statistics(max(exposed, key=lambda r: r["difference_s"]), limits) if exposed else None
+    hurt = [r for r in rows if matters(r, limits)]
+    return by_steps(sorted(hurt, key=share, reverse=True)) if hurt else None
+
+
+def share(row: Mapping[str, Any]) -> float:
+    return min(1.0, max(0.0, row["blamed_s"] / row["excess_s"]))
+
+
+def matters(row: Mapping[str, Any], limits: Mapping[str, float]) -> bool:
+    """Whether the culprit's prefill is a real part of an excess that is worth the name."""
+    if not row["excess_s"] or row["excess_s"] <= 0:
+        return False
+    slower = row["blamed_s"] / row["p50_s"] if row["p50_s"] else 0.0
+    return share(row) >= limits["share"] and slower >= limits["slowdown"]
+
+
+def slower_when_exposed(row: Mapping[str, Any], limits: Mapping[str, float]) -> bool:
+    if row["p_value"] is None or row["p_value"] > limits["p_value"]:
+        return False
+    if row["control_p_value"] is not None and row["control_p_value"] <= limits["p_value"]:
+        return False  # another instance's prefills cannot slow these requests: what both share is the load
+    return bool(row["difference_s"] >= limits["slowdown"] * (row["p50_s"] or 0.0))
+
+
+def by_statistics(row: Mapping[str, Any], limits: Mapping[str, float]) -> Finding:
+    """Without membership in steps this is a correlation that survived a test, never a mechanism."""
+    return Finding(
+        rule=RULE.name,
+        status="found" if row["n_eff"] >= limits["effective_samples"] else "inconclusive",
+        severity="low",
+        basis="inferred",
+        title=f"Requests of class {row['victim']} that arrive beside a prefill of class {row['culprit']} are slower",
+        culprit=Party("class", row["culprit"]),
+        victims=(Party("class", row["victim"], {"metric": "TTFT", "requests": row["n"], "exposed": row["exposed"]}),),
+        share_of_tail=None,
+        window_ns=None,
+        evidence=(exposure(row),),
+        counter_evidence=(
+            Evidence("no iterations in the trace: it is not known which requests shared a step with the prefills"),
+            control(row),
+        ),
+        remedies=RULE.remedies,
+        confirm_by=RULE.confirm_by,
+    )
+
+
+def by_steps(hurt: Sequence[Mapping[str, Any]]) -> Finding:
+    """`hurt`: rows of one culprit, the worst first, one a victim class and metric."""
+    worst = hurt[0]
+    culprit = worst["culprit"]
+    victims = list(dict.fromkeys(r["victim"] for r in hurt))
+    evidence = [
+        Evidence(
+            f"{r['victim']} {r['metric']}: {r['blamed_s']:.3g} s of {r['excess_s']:.3g} s excess ({r['tail_rule']}) is {culprit} "
+            "prefill in the same steps or in steps waited behind",
+            {k: r[k] for k in ("victim", "metric", "blamed_s", "excess_s")},
+        )
+        for r in hurt[:6]
+    ]
+    if worst["coupled_p50_s"] is not None and worst["uncoupled_p50_s"] is not None:
+        evidence.append(
+            Evidence(
+                f"{worst['victim']} TTFT p50 {worst['coupled_p50_s']:.3g} s for the {worst['coupled']:,} requests coupled to such a "
+                f"prefill, {worst['uncoupled_p50_s']:.3g} s for the other {worst['uncoupled']:,}",
+                {k: worst[k] for k in ("coupled", "uncoupled", "coupled_p50_s", "uncoupled_p50_s")},
+            )
+        )
+    if worst["longest_step_s"] and worst["usual_step_s"]:
+        evidence.append(
+            Evidence(
+                f"steps with prefill took up to {worst['longest_step_s']:.3g} s, the median step without it {worst['usual_step_s']:.3g} s",
+                {k: worst[k] for k in ("longest_step_s", "usual_step_s")},
+            )
+        )
+    counter = [control(worst)]
+    if worst["p_value"] is not None:
+        (evidence if worst["p_value"] <= 0.05 else counter).append(exposure(worst))
+    details = {r["victim"]: r for r in reversed(hurt)}
+    return Finding(
+        rule=RULE.name,
+        status="found",
+        severity=severity_of(share(worst), any(r["slo_broken"] for r in hurt)),
+        basis="inferred",
+        title=(
+            f"Requests of class {' and '.join(victims)} wait behind the prefill of class {culprit} "
+            f"(prompts {worst['size_ratio']:.0f}x as long)"
+        ),
+        culprit=Party(
+            "class", culprit, {"requests": worst["culprit_requests"], "longest_prompt_tokens": worst["culprit_longest"]}
+        ),
+        victims=tuple(
+            Party("class", v, {"metric": details[v]["metric"], "requests": details[v]["n"], "coupled": details[v]["coupled"]})
+            for v in victims
+        ),
+        share_of_tail=share(worst),
+        window_ns=(worst["first_ns"], worst["last_ns"]) if worst["first_ns"] is not None else None,
+        evidence=tuple(evidence),
+        counter_evidence=tuple(counter),
+        remedies=RULE.remedies,
+        confirm_by=RULE.confirm_by,
+        explains={f"{r['victim']}\t{r['metric']}": r["blamed_s"] for r in hurt},
+    )
+
+
+def exposure(row: Mapping[str, Any]) -> Evidence:
+    return Evidence(
+        f"exposure test: {row['exposed']} requests with such a prefill within a fixed window after arrival had "
+        f"{row['difference_s']:+.3g} s TTFT, own load held equal (p = {row['p_value']:.2g})",
+        {"exposed": row["exposed"], "difference_s": row["difference_s"], "p_value": row["p_value"]},
+    )
+
+
+def control(row: Mapping[str, Any]) -> Evidence:
+    if row["control_p_value"] is None:
+        return Evidence("no other instance at the same time to serve as a negative control")
+    return Evidence(
+        f"negative control, other instances' prefills: {row['control_difference_s']:+.3g} s (p = {row['control_p_value']:.2g})",
+        {"difference_s": row["control_difference_s"], "p_value": row["control_p_value"]},
+    )
+
+
+RULE = Rule(
+    name="hol-coupling",
+    summary="Short requests wait behind the prefill of long ones.",
+    why=(
+        "A step ends for all requests in it at once. A long prompt's chunk makes the step tens of times longer, and "
+        "every request that shares the step, or arrives while it runs, waits for it."
+    ),
+    needs=("coupling",),
+    missing="needs requests of at least one class in number, with TTFT",
+    thresholds=(
+        Threshold("size_ratio", 4, "x", "Below a few times the victim's length, prefill is a peer, not a head of line."),
+        Threshold("share", 0.05, "0-1", "A twentieth of the excess: below that other causes hide it."),
+        Threshold("slowdown", 0.25, "x p50", "A tail slower by less than a quarter of the median is not felt."),
+        Threshold("p_value", 0.01, "", "Exposure tests reject 8-9 % of unrelated pools at 5 % (field notes C8)."),
+        Threshold("effective_samples", 100, "", "A statistical estimator alone decides nothing below this."),
+    ),
+    remedies=(
+        Remedy(
+            "Lower the token budget of a step, so that a chunk of a long prompt takes less time",
+            "--max-num-batched-tokens, for example half of now",
+            "vLLM V1, all versions, with chunked prefill (the default)",
+            "Long prompts get more, smaller chunks: their TTFT rises, throughput falls somewhat",
+        ),
+        Remedy(
+            "Cap what one long prompt may take of a step, leaving room for short ones",
+            "--long-prefill-token-threshold, for example a quarter of the budget",
+            "vLLM V1; 0 (off) by default",
+            "TTFT of long prompts rises",
+        ),
+        Remedy(
+            "Serve short requests first",
+            "--scheduling-policy priority, and `priority` in the request body (lower is served first)",
+            "vLLM V1",
+            "Orders admission only: a chunk that runs is not interrupted; long requests may starve",
+        ),
+        Remedy(
+            "Send long prompts to instances of their own",
+            "router configuration",
+            "any",
+            "More instances, less sharing of capacity",
+        ),
+        Remedy(
+            "Separate prefill from decode",
+            "--kv-transfer-config",
+            "vLLM V1 with a KV connector (NIXL, Mooncake, LMCache)",
+            "A second pool and a KV transfer for each request",
+        ),
+    ),
+    confirm_by=(
+        "Replay with --max-num-batched-tokens halved: the longest step and the coupled TTFT fall together",
+        "Remove the long class for ten minutes: the coupled requests' TTFT falls to the uncoupled one's",
+    ),
+    decide=decide,
+)

@@ -1,0 +1,22 @@
+-- One row per victim class, culprit class and metric: the part of the victim's excess that the culprit's prefill
+-- caused in the steps the victim shared with it or waited behind.
+WITH blamed AS (
+    SELECT klass AS victim, culprit, metric, sum(excess_s) AS blamed_s, sum(tail_s) AS tail_s
+    FROM excess
+    WHERE component IN ('others_prefill_before', 'queue_budget', 'others_prefill_in_prefill', 'others_prefill_in_decode')
+      AND culprit IS NOT NULL
+    GROUP BY ALL
+)
+SELECT
+    c.*,
+    k.metric, k.observer, k.p50_s, k.excess_s, k.tail_rule, k.slo_broken,
+    coalesce(b.blamed_s, 0) AS blamed_s, b.tail_s,
+    (SELECT max(prompt_tokens) FROM joined WHERE klass = c.culprit AND billed) AS culprit_longest,
+    (SELECT max(tile_ns) / 1e9 FROM steps s WHERE prefill_tokens > 0 AND s.end_ns BETWEEN c.first_ns AND c.last_ns) AS longest_step_s,
+    (SELECT median(tile_ns) / 1e9 FROM steps WHERE prefill_tokens = 0) AS usual_step_s,
+    (SELECT count(*) FROM steps) > 0 AS has_steps
+FROM coupling c
+JOIN class_rows k ON k.klass = c.victim AND k.metric IN ('TTFT', 'TPOT', 'ITL', 'E2E')
+LEFT JOIN blamed b ON b.victim = c.victim AND b.culprit = c.culprit AND b.metric = k.metric
+WHERE c.size_ratio >= $size_ratio
+ORDER BY c.victim, c.culprit, k.metric

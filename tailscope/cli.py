@@ -1,0 +1,282 @@
+"""The commands: each reads its arguments, makes one call and prints. Heavy imports wait until a command runs."""
+
+from __future__ import annotations
+
+import re
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tailscope.errors import UsageError
+
+if TYPE_CHECKING:
+    from tailscope.align import Scope
+    from tailscope.config import Config
+    from tailscope.ingest import Outcome
+    from tailscope.model import Diagnosis
+
+app = typer.Typer(
+    help="Says who is slow in an LLM inference fleet, who waits for it, and what to change.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class Format(StrEnum):
+    text = "text"
+    json = "json"
+
+
+class TableFormat(StrEnum):
+    table = "table"
+    csv = "csv"
+    json = "json"
+
+
+class FailOn(StrEnum):
+    high = "high"
+    medium = "medium"
+    low = "low"
+
+
+TracePath = Annotated[str, typer.Argument(help="Trace: a directory, a Parquet file with one table, or a glob.", metavar="TRACE")]
+ConfigOption = Annotated[Path | None, typer.Option("--config", help="Configuration; ./tailscope.toml if it is there.")]
+MemoryOption = Annotated[str, typer.Option("--memory-limit", help="Memory for queries, e.g. 4GB; beyond it they spill.")]
+FromOption = Annotated[str | None, typer.Option("--from", help="Look at arrivals from this time on (ISO 8601, UTC unless it says).")]
+ToOption = Annotated[str | None, typer.Option("--to", help="... and before this time.")]
+LastOption = Annotated[str | None, typer.Option("--last", help="The last 30s, 15m, 2h or 1d of the trace.")]
+InstanceOption = Annotated[str | None, typer.Option("--instance", help="Only this instance.")]
+ClassOption = Annotated[str | None, typer.Option("--class", help="Only this class of requests.")]
+
+
+@app.command()
+def ingest(
+    paths: Annotated[list[Path], typer.Argument(help="Files and folders of telemetry, plain, gz or zstd.", metavar="PATH...")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Trace to write or add to.")] = Path("trace.parquet"),
+    instance: Annotated[str | None, typer.Option(help="Instance all of it belongs to.")] = None,
+    log_tz: Annotated[str | None, typer.Option("--log-tz", help="Time zone of log lines and local dates, e.g. Europe/Paris.")] = None,
+    hash_ids: Annotated[bool, typer.Option("--hash-ids", help="Store hashes of request ids, to share the trace.")] = False,
+    config: ConfigOption = None,
+) -> None:
+    """Read telemetry into a trace: OTLP spans, vLLM logs and stat-logger records, /metrics, client logs."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from tailscope import config as configuration
+    from tailscope.ingest import ingest as run
+    from tailscope.render.ingested import render
+    from tailscope.source import Options
+
+    settings = configuration.load(config)
+    options = Options(attributes=settings.attributes, log_tz=_zone(log_tz), hash_ids=hash_ids)
+    progress = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    with progress:
+        task = progress.add_task("ingest", total=None)
+
+        def report(outcome: Outcome, done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total, description=Path(outcome.path).name[-40:])
+
+        outcomes = run(paths, output, config=settings, options=options, instance=instance, report=report)
+    render(outcomes, str(output), Console(highlight=False))
+    if not any(o.status in ("ingested", "known") for o in outcomes):
+        raise UsageError("nothing was ingested: no file is telemetry that tailscope reads (see docs/collectors.md)")
+
+
+@app.command()
+def diagnose(
+    trace: TracePath,
+    format: Annotated[Format, typer.Option(help="text for people, json for programs.")] = Format.text,
+    config: ConfigOption = None,
+    slo: Annotated[
+        list[str] | None, typer.Option(help="Objective, e.g. '<512:ttft_p99_s=2'; may be given often.", metavar="CLASS:METRIC=S")
+    ] = None,
+    fail_on: Annotated[FailOn | None, typer.Option(help="Exit with 3 when a finding is at least this severe.")] = None,
+    memory_limit: MemoryOption = "2GB",
+    from_: FromOption = None,
+    to: ToOption = None,
+    last: LastOption = None,
+    instance: InstanceOption = None,
+    klass: ClassOption = None,
+) -> None:
+    """Say who is slow, who waits for it, and what to change."""
+    diagnosis = _diagnose(trace, config, slo or [], memory_limit, (from_, to, last, instance, klass))
+    _print_diagnosis(diagnosis, format)
+    if fail_on is not None:
+        order = list(FailOn)
+        severe = order[: order.index(fail_on) + 1]
+        if any(f.status == "found" and f.severity in severe for f in diagnosis.findings):
+            raise typer.Exit(3)
+
+
+@app.command()
+def query(
+    trace: TracePath,
+    sql: Annotated[str, typer.Argument(help="One SELECT over the trace's tables (docs/tables.md).", metavar="SQL")],
+    format: Annotated[TableFormat, typer.Option(help="How to print the rows.")] = TableFormat.table,
+    memory_limit: Annotated[str, typer.Option("--memory-limit", help="Memory for the query.")] = "2GB",
+    timeout: Annotated[float, typer.Option(help="Seconds after which the query is stopped.")] = 60.0,
+    config: ConfigOption = None,
+    from_: FromOption = None,
+    to: ToOption = None,
+    last: LastOption = None,
+    instance: InstanceOption = None,
+    klass: ClassOption = None,
+) -> None:
+    """Run one SELECT on a trace; nothing else can be run and nothing else can be read."""
+    from tailscope import config as configuration
+    from tailscope import query as module
+    from tailscope.store import Trace
+
+    with Trace(trace) as opened:
+        scope = _scope(opened, from_, to, last, instance, klass)
+    wanted = {k: v for k, v in {**scope.parameters, "klass": scope.klass}.items() if v is not None}
+    table = module.run(
+        trace, sql, memory_limit=memory_limit, timeout_s=timeout, scope=wanted, config=configuration.load(config)
+    )
+    module.write(table, format.value, sys.stdout)
+
+
+@app.command()
+def rules(
+    name: Annotated[str | None, typer.Argument(help="Explain this rule.", metavar="[NAME]")] = None,
+) -> None:
+    """List the rules, or explain one."""
+    from rich.console import Console
+
+    from tailscope import registry
+    from tailscope.render.rules import explain, listing
+
+    known = {rule.name: rule for rule, _ in registry.rules()}
+    console = Console(highlight=False)
+    if name is None:
+        console.print(listing(list(known.values())))
+    elif name in known:
+        console.print(explain(known[name]))
+    else:
+        raise UsageError(f"no rule {name!r}; rules are {', '.join(known)}")
+
+
+@app.command()
+def demo(format: Annotated[Format, typer.Option(help="text for people, json for programs.")] = Format.text) -> None:
+    """Ingest and diagnose the capture of a real vLLM that ships with tailscope."""
+    import tempfile
+    from importlib.resources import as_file, files
+
+    from tailscope.config import Config
+    from tailscope.ingest import ingest as run
+    from tailscope.source import Options
+
+    with as_file(files("tailscope.examples").joinpath("mixed-load")) as capture, tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "demo.parquet"
+        outcomes = run([capture], trace, config=Config(), options=Options())
+        if format is Format.text:
+            from rich.console import Console
+
+            from tailscope.render.ingested import render
+
+            render(outcomes, trace.name, Console(highlight=False), base=capture)
+        _print_diagnosis(_diagnose(str(trace), None, [], "2GB", (None,) * 5, Config()), format)
+
+
+@app.callback(invoke_without_command=True)
+def main(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        from tailscope import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+def _diagnose(
+    path: str,
+    config_path: Path | None,
+    slos: list[str],
+    memory_limit: str,
+    filters: tuple[str | None, ...],
+    settings: Config | None = None,
+) -> Diagnosis:
+    from dataclasses import replace
+
+    from tailscope import config as configuration
+    from tailscope.engine import diagnose as run
+    from tailscope.store import Trace
+
+    settings = settings or configuration.load(config_path)
+    given = tuple(configuration.parse_slo(text) for text in slos)
+    overridden = {(s.klass, s.metric, s.quantile) for s in given}
+    kept = tuple(s for s in settings.slos if (s.klass, s.metric, s.quantile) not in overridden)
+    settings = replace(settings, slos=kept + given)
+    with Trace(path, memory_limit=memory_limit) as trace:
+        return run(trace, settings, _scope(trace, *filters))
+
+
+def _print_diagnosis(diagnosis: Diagnosis, format: Format) -> None:
+    if format is Format.json:
+        from tailscope.render.as_json import render as render_json
+
+        print(render_json(diagnosis))
+        return
+    from rich.console import Console
+
+    from tailscope.render.text import render as render_text
+
+    # Without a terminal to ask, rich would fold lines at 80.
+    width = None if sys.stdout.isatty() else 140
+    render_text(diagnosis, Console(highlight=False, width=width, markup=False, emoji=False))
+
+
+def _scope(
+    trace: Any, from_: str | None, to: str | None, last: str | None, instance: str | None, klass: str | None
+) -> Scope:
+    from tailscope.align import Scope
+
+    if last and (from_ or to):
+        raise UsageError("--last goes without --from and --to")
+    from_ns, to_ns = _instant("--from", from_), _instant("--to", to)
+    if from_ns is not None and to_ns is not None and from_ns >= to_ns:
+        raise UsageError("--from must be before --to")
+    if last:
+        [(end,)] = trace.connection.execute("SELECT max(coalesce(finished_ns, arrival_ns)) FROM requests").fetchall()
+        from_ns = None if end is None else end - _duration_ns(last)
+    if instance is not None:
+        names = [r["instance"] for r in trace.rows("SELECT DISTINCT instance FROM requests UNION SELECT instance FROM iterations")]
+        if instance not in names:
+            raise UsageError(f"--instance {instance!r}: not in the trace; it has {', '.join(map(str, sorted(names)[:10])) or 'none'}")
+    return Scope(from_ns, to_ns, instance, klass)
+
+
+def _instant(option: str, text: str | None) -> int | None:
+    from datetime import UTC, datetime
+
+    if text is None:
+        return None
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise UsageError(f"{option} {text!r}: write it as 2026-11-29T14:40:00, or with a zone: ...+01:00") from None
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    whole = moment.replace(microsecond=0)
+    return int(whole.timestamp()) * 1_000_000_000 + moment.microsecond * 1000
+
+
+def _duration_ns(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)", text.strip())
+    if not match:
+        raise UsageError(f"--last {text!r}: write 30s, 15m, 2h or 1d")
+    return int(float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]] * 1e9)
+
+
+def _zone(name: str | None) -> Any:
+    from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+    if name is None:
+        return None
+    try:
+        return ZoneInfo(name)
+    except (ZoneInfoNotFoundError, ValueError, IsADirectoryError):
+        raise UsageError(f"--log-tz {name!r}: no such time zone; write for example Europe/Paris") from None

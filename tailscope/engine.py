@@ -1,0 +1,226 @@
+"""A trace in, a diagnosis out: align, bill, contrast, then every rule. The only place that catches a rule's failure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from tailscope import registry, trust
+from tailscope.align import Scope, align
+from tailscope.config import Config
+from tailscope.ledger.bills import write_bills
+from tailscope.ledger.contrast import MIN_REQUESTS, write_contrast
+from tailscope.ledger.coupling import write_coupling
+from tailscope.ledger.histogram import histogram_rows
+from tailscope.model import Check, ClassRow, Decision, Diagnosis, Finding, Rule, Verdict
+from tailscope.schema import TABLES
+from tailscope.store import Trace
+
+#: From this share of failed requests on, the latency of the rest says little about the service.
+FAILED_SHARE = 0.5
+
+
+def diagnose(trace: Trace, config: Config, scope: Scope | None = None) -> Diagnosis:
+    """Judge a trace. Raises TailscopeError only for a trace that cannot be read."""
+    scope = scope or Scope()
+    align(trace, config, scope)
+    ledger = write_bills(trace, _token_budgets(trace))
+    classes = write_contrast(trace, ledger, config.slos, scope.klass)
+    if not any(row.n for row in classes):
+        classes += histogram_rows(trace, config.slos)
+    _register_class_rows(trace, classes)
+    write_coupling(trace)
+    checks, findings = [], []
+    for rule, sql in registry.rules():
+        decision = judge(trace, rule, sql)
+        checks.append(Check(rule.name, decision.status, decision.reason))
+        findings += decision.findings
+    findings.sort(key=_worst_first)
+    explained = _explained(trace, findings, classes)
+    return Diagnosis(
+        trace=_about(trace),
+        verdict=_verdict(trace, classes, findings, explained),
+        classes=tuple(classes),
+        checks=tuple(checks),
+        findings=tuple(findings),
+        trust=trust.checks(trace, ledger, classes),
+        missing=tuple(_missing(trace)),
+    )
+
+
+def judge(trace: Trace, rule: Rule, sql: str) -> Decision:
+    """Run a rule's query and let it decide. What goes wrong inside a rule is that rule's result, not a crash."""
+    try:
+        if any(trace.count(need) == 0 for need in rule.needs):
+            return Decision("no-data", rule.missing)
+        parameters = {name: value for name, value in rule.limits.items() if re.search(rf"\${name}\b", sql)}
+        return rule.decide(trace.rows(sql, parameters), rule.limits)
+    except Exception as error:
+        return Decision("failed", f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}")
+
+
+def _worst_first(finding: Finding) -> tuple[bool, int, float, str]:
+    severity = ("high", "medium", "low").index(finding.severity)
+    return finding.status != "found", severity, -(finding.share_of_tail or 0.0), finding.rule
+
+
+def _register_class_rows(trace: Trace, classes: Sequence[ClassRow]) -> None:
+    columns: Mapping[str, pa.DataType] = {
+        "klass": pa.string(),
+        "metric": pa.string(),
+        "observer": pa.string(),
+        "basis": pa.string(),
+        "n": pa.int64(),
+        "n_eff": pa.float64(),
+        "p50_s": pa.float64(),
+        "excess_s": pa.float64(),
+        "tail_rule": pa.string(),
+        "slo_broken": pa.bool_(),
+    }
+    rows = pa.Table.from_pylist(
+        [{name: getattr(row, name) for name in columns} for row in classes], schema=pa.schema(list(columns.items()))
+    )
+    trace.connection.register("class_row_values", rows)
+    trace.connection.execute("CREATE OR REPLACE TEMP TABLE class_rows AS SELECT * FROM class_row_values")
+    trace.connection.unregister("class_row_values")
+
+
+def _token_budgets(trace: Trace) -> dict[str, float]:
+    """Token budget of a step by instance, where the server's log said so."""
+    rows = trace.rows(
+        "SELECT instance, max(try_cast(regexp_extract(detail, 'max_num_batched_tokens=([0-9]+)', 1) AS BIGINT)) AS budget "
+        "FROM events WHERE kind = 'config' GROUP BY instance"
+    )
+    return {row["instance"]: float(row["budget"]) for row in rows if row["budget"]}
+
+
+def _explained(trace: Trace, findings: Sequence[Finding], classes: Sequence[ClassRow]) -> float | None:
+    """Share of the excess of the metrics that findings name which they explain together.
+
+    Of each class and metric at most all of its excess; findings of one class and metric claim different components.
+    """
+    claimed: dict[tuple[str, str], float] = {}
+    for finding in findings:
+        if finding.status == "found":
+            for key, seconds in finding.explains.items():
+                klass, _, metric = key.partition("\t")
+                claimed[klass, metric] = claimed.get((klass, metric), 0.0) + seconds
+    shares = [
+        min(1.0, claimed[row.klass, row.metric] / row.excess_s)
+        for row in classes
+        if (row.klass, row.metric) in claimed and row.excess_s
+    ]
+    return sum(shares) / len(shares) if shares else None
+
+
+def _verdict(
+    trace: Trace, classes: Sequence[ClassRow], findings: Sequence[Finding], explained: float | None
+) -> Verdict:
+    outcome = trace.rows(
+        "SELECT count(*) AS n, count(*) FILTER (WHERE status IN ('error', 'timeout', 'rejected')) AS failed FROM joined"
+    )[0]
+    n, failed = outcome["n"], outcome["failed"]
+    if n and failed / n >= FAILED_SHARE:
+        return Verdict(
+            f"No latency verdict: {failed} of {n} requests failed. Find out why before looking at latency.",
+            "inconclusive",
+            None,
+        )
+    found = [f for f in findings if f.status == "found"]
+    if found:
+        text = found[0].title
+        if found[0].share_of_tail is not None:
+            metric = found[0].victims[0].detail.get("metric", "")
+            text += f": {found[0].share_of_tail:.0%} of the {metric} excess".replace("  ", " ")
+        if len(found) > 1:
+            text += f". Also: {found[1].title}"
+        if len(found) > 2:
+            text += f", and {len(found) - 2} more"
+        return Verdict(text + ".", "found", explained)
+    with_tail = [row for row in classes if row.tail_n]
+    if with_tail:
+        if any(f.status == "inconclusive" for f in findings):
+            return Verdict(findings[0].title + ", but the data cannot decide why.", "inconclusive", None)
+        return Verdict(f"No rule found a cause in {n:,} requests." + _largest_component(with_tail), "nothing", None)
+    histograms = [row for row in classes if row.basis == "histogram" and row.range99_s]
+    if histograms:
+        row = histograms[0]
+        assert row.range99_s is not None
+        low, high = row.range99_s
+        bracket = f"> {low:g} s" if high is None else f"between {low:g} and {high:g} s"
+        return Verdict(
+            f"p99 {row.metric} is {bracket} by the server's histogram ({row.n:,} samples); without request-level data "
+            "nothing says why.",
+            "inconclusive",
+            None,
+        )
+    if n:
+        return Verdict(
+            f"{n} request{'s' * (n != 1)}, {failed} failed: too few of any class to say what its tail is "
+            f"({MIN_REQUESTS} are needed).",
+            "inconclusive",
+            None,
+        )
+    return Verdict("The trace holds no requests and no latency histograms.", "no-data", None)
+
+
+def _largest_component(rows: Sequence[ClassRow]) -> str:
+    order = {metric: i for i, metric in enumerate(("E2E", "TTFT", "ITL", "TPOT"))}
+    row = min(rows, key=lambda r: (order[r.metric], -r.n))
+    if not row.excess or not row.excess_s:
+        return ""
+    component, seconds = max(row.excess.items(), key=lambda item: item[1])
+    return (
+        f" The {row.metric} tail of class {row.klass} is {row.excess_s:.3g} s above typical, mostly {component}"
+        f" ({seconds:.3g} s)."
+    )
+
+
+def _about(trace: Trace) -> dict[str, Any]:
+    span = trace.rows("SELECT min(arrival_ns) AS first_ns, max(coalesce(finished_ns, arrival_ns)) AS last_ns FROM observed")[0]
+    return {
+        "path": trace.path,
+        "first_ns": span["first_ns"],
+        "last_ns": span["last_ns"],
+        "instances": [r["instance"] for r in trace.rows("SELECT DISTINCT instance FROM observed ORDER BY 1 LIMIT 100")],
+        "rows": {table.name: trace.count(table.name) for table in TABLES if trace.has(table.name)},
+        "sources": trace.rows(
+            "SELECT kind, count(*) AS files, sum(rows) AS rows, sum(rows_rejected) AS rows_rejected, "
+            "sum(rows_duplicate) AS rows_duplicate FROM sources GROUP BY kind ORDER BY kind"
+        ),
+        "blame": trace.rows(
+            "SELECT j.klass AS victim, coalesce(l.culprit, 'unknown') AS culprit, sum(l.ns) / 1e9 AS request_seconds "
+            "FROM bill_lines l JOIN joined j ON j.rid = l.id WHERE l.component LIKE 'others%' OR l.component = 'queue_budget' "
+            "OR l.component = 'queue_kv' OR l.component = 'queue_slots' OR l.component = 'preempted' "
+            "GROUP BY ALL ORDER BY victim, request_seconds DESC"
+        ),
+        "warnings": trace.warnings,
+    }
+
+
+def _missing(trace: Trace) -> list[str]:
+    """What more telemetry would decide, most useful first."""
+    missing = []
+    if not trace.count("joined"):
+        missing.append("requests: OpenTelemetry spans (vllm serve --otlp-traces-endpoint) would say who was slow, and when")
+    if not trace.count("steps"):
+        missing.append(
+            "iterations: vllm serve --enable-logging-iteration-details with its log or a stat logger would say what each "
+            "step held, so who waited for whose prefill"
+        )
+    if trace.count("joined") and not trace.rows("SELECT 1 FROM joined WHERE preemptions IS NOT NULL LIMIT 1"):
+        missing.append("preemptions by request: a stat logger's finished_requests would say whom preemption hit")
+    if trace.count("joined") and not trace.has("tokens"):
+        missing.append("token times: a client log with chunk times would give ITL and place stalls in time")
+    if trace.count("joined") and not trace.rows("SELECT 1 FROM observed WHERE view = 'client' LIMIT 1"):
+        missing.append("the client's view: a client log would show aborted and refused requests, which leave no span")
+    if not trace.has("metrics"):
+        missing.append("/metrics: scrapes would confirm KV pressure and count preemptions and rejections")
+    if not trace.has("rank_events"):
+        missing.append("rank timelines: torch profiler traces would say whether a rank made steps slow")
+    return missing
+
+

@@ -1,0 +1,65 @@
+"""Classes' rows from the server's histograms, where no single request is known. Buckets, never points."""
+
+from __future__ import annotations
+
+from tailscope import stats
+from tailscope.config import Slo
+from tailscope.model import ClassRow
+from tailscope.store import Trace
+
+CONCEPTS = {"ttft": "TTFT", "itl": "ITL", "tpot": "TPOT", "e2e": "E2E"}
+ALL = "all"
+
+
+def quantile_ranges(trace: Trace, q: float) -> dict[str, tuple[int, tuple[float, float | None], bool]]:
+    """Concept -> (observations, bucket of quantile q, whether since the server's start)."""
+    rows = trace.rows(
+        """
+        WITH totals AS (SELECT concept, bounds, upper, sum(count) AS count, bool_or(lifetime) AS lifetime
+                        FROM histograms GROUP BY ALL),
+        listed AS (SELECT concept, bounds, list(upper ORDER BY upper) AS uppers, list(count ORDER BY upper) AS counts,
+                          max(count) AS n, bool_or(lifetime) AS lifetime FROM totals GROUP BY ALL)
+        SELECT concept, uppers, counts, n, lifetime FROM listed
+        -- Series with other bounds cannot be added up; the fuller set speaks.
+        QUALIFY row_number() OVER (PARTITION BY concept ORDER BY n DESC) = 1 ORDER BY concept
+        """
+    )
+    ranges = {}
+    for row in rows:
+        bucket = stats.histogram_quantile(row["uppers"], row["counts"], q)
+        if bucket is not None:
+            ranges[row["concept"]] = (int(row["n"]), bucket, bool(row["lifetime"]))
+    return ranges
+
+
+def histogram_rows(trace: Trace, slos: tuple[Slo, ...]) -> list[ClassRow]:
+    """A row a latency concept: the bucket of its p99. An SLO is broken when the whole bucket lies above it."""
+    rows = []
+    for concept, (n, (low, high), _lifetime) in quantile_ranges(trace, 0.99).items():
+        metric = CONCEPTS.get(concept)
+        if metric is None:
+            continue
+        limits = [s.limit_s for s in slos if (s.klass, s.metric, s.quantile) == (ALL, metric, "p99")]
+        rows.append(
+            ClassRow(
+                klass=ALL,
+                metric=metric,
+                observer="engine",
+                basis="histogram",
+                n=n,
+                n_eff=None,
+                p50_s=None,
+                p95_s=None,
+                p99_s=None,
+                ci99_s=None,
+                range99_s=(low, high),
+                reason="histogram buckets",
+                tail_rule=None,
+                tail_n=0,
+                excess_s=None,
+                excess={},
+                slo_broken=any(low >= limit for limit in limits),
+            )
+        )
+    order = list(CONCEPTS.values())
+    return sorted(rows, key=lambda row: order.index(row.metric))

@@ -1,0 +1,84 @@
+"""A diagnosis as JSON: the documented, versioned contract between tailscope and other programs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from importlib.resources import files
+from typing import Any
+
+import orjson
+
+from tailscope.model import ClassRow, Diagnosis, Evidence, Finding, Party
+
+#: Raised when a key is removed or changes its meaning; new keys do not raise it.
+SCHEMA_VERSION = 1
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema (2020-12) that `render` keeps."""
+    parsed: dict[str, Any] = orjson.loads(files("tailscope").joinpath("diagnosis.schema.json").read_bytes())
+    return parsed
+
+
+def render(diagnosis: Diagnosis) -> str:
+    return orjson.dumps(as_dict(diagnosis), option=orjson.OPT_INDENT_2).decode()
+
+
+def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "trace": diagnosis.trace,
+        "verdict": asdict(diagnosis.verdict),
+        "classes": [_class_row(row) for row in diagnosis.classes],
+        "checks": [asdict(check) for check in diagnosis.checks],
+        "findings": [_finding(finding) for finding in diagnosis.findings],
+        "trust": [asdict(entry) for entry in diagnosis.trust],
+        "missing": list(diagnosis.missing),
+    }
+    cleaned: dict[str, Any] = _plain(document)
+    return cleaned
+
+
+def _class_row(row: ClassRow) -> dict[str, Any]:
+    values = asdict(row)
+    values["class"] = values.pop("klass")
+    return values
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    return {
+        "rule": finding.rule,
+        "status": finding.status,
+        "severity": finding.severity,
+        "basis": finding.basis,
+        "title": finding.title,
+        "culprit": _party(finding.culprit),
+        "victims": [_party(victim) for victim in finding.victims],
+        "share_of_tail": finding.share_of_tail,
+        "window_ns": finding.window_ns,
+        "evidence": [_evidence(entry) for entry in finding.evidence],
+        "counter_evidence": [_evidence(entry) for entry in finding.counter_evidence],
+        "remedies": [asdict(remedy) for remedy in finding.remedies],
+        "confirm_by": list(finding.confirm_by),
+    }
+
+
+def _party(party: Party) -> dict[str, Any]:
+    return {"kind": party.kind, "id": party.id, **party.detail}
+
+
+def _evidence(evidence: Evidence) -> dict[str, Any]:
+    return {"text": evidence.text, "data": dict(evidence.data)}
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists, numbers of NumPy and Decimal as Python's, NaN and infinities as null."""
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    number = float(value)
+    return number if math.isfinite(number) else None

@@ -1,0 +1,159 @@
+"""A diagnosis for a terminal: the verdict, where each class's time went, findings worst first, and what to trust."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from tailscope.model import ClassRow, Diagnosis, Finding, Party
+from tailscope.render.safe import printable
+
+STATUS_STYLE = {"found": "bold red", "nothing": "bold green", "inconclusive": "bold yellow", "no-data": "bold yellow"}
+SEVERITY_STYLE = {"high": "bold red", "medium": "bold yellow", "low": "bold cyan"}
+TRUST_MARK = {"pass": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "bold red")}
+#: Parts of an excess smaller than this are not worth a place in a line.
+SMALLEST_PART = 0.03
+
+
+def render(diagnosis: Diagnosis, console: Console) -> None:
+    for part in _parts(diagnosis):
+        console.print(part)
+
+
+def _parts(diagnosis: Diagnosis) -> Iterator[RenderableType]:
+    verdict = diagnosis.verdict
+    yield Text.assemble((f"{verdict.status.upper()}  ", STATUS_STYLE[verdict.status]), (printable(verdict.text, 600), "bold"))
+    yield Text(_scope(diagnosis), "dim")
+    for warning in diagnosis.trace.get("warnings", ()):
+        yield Text(f"warning: {printable(warning, 400)}", "yellow")
+    shown = [row for row in diagnosis.classes if row.n]
+    if shown:
+        yield Text()
+        yield _classes(shown)
+    for number, finding in enumerate(diagnosis.findings, 1):
+        yield Text()
+        yield _finding(number, finding)
+    yield Text()
+    yield _heading("Rules")
+    for check in diagnosis.checks:
+        yield Text.assemble("  ", (f"{check.rule:20}", "bold"), f" {check.status:13} {printable(check.reason, 300)}")
+    yield Text()
+    yield _heading("Trust")
+    for entry in diagnosis.trust:
+        mark, style = TRUST_MARK[entry.status]
+        yield Text.assemble("  ", (mark, style), f"  {entry.check:16} {printable(entry.detail, 400)}")
+    if diagnosis.missing:
+        yield Text()
+        yield _heading("More telemetry would decide more")
+        for text in diagnosis.missing:
+            yield Padding(Text(f"- {text}"), (0, 0, 0, 2))
+
+
+def _heading(text: str) -> Text:
+    return Text(text, "bold underline")
+
+
+def _scope(diagnosis: Diagnosis) -> str:
+    trace = diagnosis.trace
+    rows = ", ".join(f"{count:,} {name}" for name, count in trace["rows"].items() if name not in ("sources", "series"))
+    window = ""
+    if trace["first_ns"] is not None:
+        first, last = _time(trace["first_ns"]), _time(trace["last_ns"])
+        window = f"{first:%Y-%m-%d %H:%M:%S} to {last:%H:%M:%S} UTC, "
+    return f"{printable(trace['path'])}: {window}{rows or 'no rows'}"
+
+
+def _time(ns: int) -> datetime:
+    return datetime.fromtimestamp(ns / 1e9, UTC)
+
+
+def _classes(rows: list[ClassRow]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
+    for name, justify in (("class", "left"), ("metric", "left"), ("n", "right"), ("p50", "right"), ("p95", "right")):
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    table.add_column("p99", justify="right")
+    table.add_column("tail above typical, and where it went", overflow="fold")
+    for row in rows:
+        table.add_row(
+            printable(row.klass, 24),
+            row.metric,
+            f"{row.n:,}",
+            _seconds(row.p50_s),
+            _seconds(row.p95_s),
+            _p99(row),
+            _excess(row),
+            style="red" if row.slo_broken else None,
+        )
+    return table
+
+
+def _p99(row: ClassRow) -> str:
+    if row.range99_s:
+        low, high = row.range99_s
+        return f"> {_seconds(low)}" if high is None else f"{_seconds(low)}-{_seconds(high)}"
+    if row.p99_s is None:
+        return "few samples" if row.reason == "too-few-samples" else "-"
+    broken = " SLO!" if row.slo_broken else ""
+    return f"{_seconds(row.p99_s)} [{_seconds(row.ci99_s[0])}, {_seconds(row.ci99_s[1])}]{broken}" if row.ci99_s else (
+        f"{_seconds(row.p99_s)}{broken}"
+    )
+
+
+def _excess(row: ClassRow) -> str:
+    if row.excess_s is None:
+        return "" if row.basis == "histogram" else "too few requests"
+    parts = sorted(row.excess.items(), key=lambda item: -item[1])
+    shown = [f"{name} {_seconds(s)}" for name, s in parts if s >= SMALLEST_PART * abs(row.excess_s)][:4]
+    return f"{row.tail_rule}: +{_seconds(row.excess_s)} = {' + '.join(shown)}" if shown else f"+{_seconds(row.excess_s)}"
+
+
+def _finding(number: int, finding: Finding) -> Group:
+    share = "" if finding.share_of_tail is None else f", {finding.share_of_tail:.0%} of the tail's excess"
+    head = Text.assemble(
+        (f"{number}. {finding.severity.upper()}", SEVERITY_STYLE[finding.severity]),
+        (f"  {printable(finding.title, 300)}", "bold"),
+        (f"  [{finding.rule}, {finding.status}, {finding.basis}{share}]", "dim"),
+    )
+    lines: list[RenderableType] = [head]
+    body = Table.grid(padding=(0, 1))
+    body.add_column(style="dim", no_wrap=True, justify="right", min_width=12)
+    body.add_column(overflow="fold")
+    body.add_row("slow", _party(finding.culprit))
+    body.add_row("waits", "; ".join(_party(victim) for victim in finding.victims))
+    if finding.window_ns:
+        first, last = (_time(ns) for ns in finding.window_ns)
+        body.add_row("when", f"{first:%H:%M:%S} to {last:%H:%M:%S} UTC")
+    for label, entries in (("evidence", finding.evidence), ("against", finding.counter_evidence)):
+        for i, entry in enumerate(entries):
+            body.add_row(label if i == 0 else "", printable(entry.text, 400))
+    for i, remedy in enumerate(finding.remedies):
+        body.add_row("change" if i == 0 else "", f"{i + 1}. {remedy.do}: {remedy.flag} ({remedy.versions}). Cost: {remedy.cost}")
+    for i, text in enumerate(finding.confirm_by):
+        body.add_row("confirm" if i == 0 else "", text)
+    lines.append(body)
+    return Group(*lines)
+
+
+def _party(party: Party) -> str:
+    detail = ", ".join(f"{printable(str(k)).replace('_', ' ')} {printable(str(v))}" for k, v in party.detail.items() if v is not None)
+    return f"{party.kind} {printable(party.id)}" + (f" ({detail})" if detail else "")
+
+
+def _seconds(value: float | None) -> str:
+    """At most three significant digits, with the unit that fits."""
+    if value is None:
+        return "-"
+    size = abs(value)
+    if size >= 100:
+        return f"{value:,.0f} s"
+    if size >= 1:
+        return f"{value:.3g} s"
+    if size >= 1e-3 or size == 0:
+        return f"{value * 1e3:.3g} ms"
+    return f"{value * 1e6:.3g} µs"

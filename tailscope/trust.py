@@ -1,0 +1,155 @@
+"""Whether the data can carry a diagnosis at all: run first, printed with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tailscope.ledger.bills import Ledger
+from tailscope.ledger.histogram import CONCEPTS, quantile_ranges
+from tailscope.model import ClassRow, Trust, TrustStatus
+from tailscope.store import Trace
+
+#: A p99 bucket whose ends are further apart than this says little.
+BUCKET_RATIO = 1.5
+COVERAGE_WARN, COVERAGE_FAIL = 0.95, 0.5
+UNEXPLAINED_WARN, UNEXPLAINED_FAIL = 0.1, 0.4
+#: Share of requests missing from the engine's view from which the tail is biased.
+SURVIVOR_WARN, SURVIVOR_FAIL = 0.0, 0.1
+
+
+def checks(trace: Trace, ledger: Ledger, classes: Sequence[ClassRow]) -> tuple[Trust, ...]:
+    found = [_sample_size(classes), *_join_coverage(trace), _buckets(trace), _survivorship(trace), _clocks(trace)]
+    found += [_ledger(ledger), _rejects(trace)]
+    return tuple(check for check in found if check is not None)
+
+
+def _graded(share: float, warn: float, fail: float) -> TrustStatus:
+    return "fail" if share > fail else "warn" if share > warn else "pass"
+
+
+def _sample_size(classes: Sequence[ClassRow]) -> Trust | None:
+    requests = [row for row in classes if row.basis == "requests"]
+    if not requests:
+        return None
+    withheld = [row for row in requests if row.p99_s is None]
+    if not withheld:
+        return Trust("sample-size", "pass", "every class has the effective samples its p99 needs")
+    worst = sorted({f"{row.klass} {row.metric} (n = {row.n:,})" for row in withheld})
+    text = f"too few effective samples for the p99 of {', '.join(worst[:4])}{' and more' if len(worst) > 4 else ''}"
+    some = any(row.tail_n for row in requests)
+    return Trust("sample-size", "warn" if some else "fail", text)
+
+
+def _join_coverage(trace: Trace) -> list[Trust]:
+    result = []
+    for row in trace.rows("SELECT * FROM coverage WHERE total > 0"):
+        missed = 1 - row["matched"] / row["total"]
+        text = f"{row['join']}: {row['matched']:,} of {row['total']:,}"
+        if row["ambiguous"]:
+            text += f", {row['ambiguous']:,} ambiguous"
+        status = _graded(missed, 1 - COVERAGE_WARN, 1 - COVERAGE_FAIL)
+        if status != "pass":
+            text += ". Ids, times or instances do not match: see docs/joining.md"
+        result.append(Trust("join-coverage", status, text))
+    return result
+
+
+def _buckets(trace: Trace) -> Trust | None:
+    """Whether the server's own histograms could have shown this p99."""
+    coarse, lifetime = [], False
+    ranges = quantile_ranges(trace, 0.99)
+    for concept, (_n, (low, high), since_start) in ranges.items():
+        lifetime |= since_start
+        if concept in CONCEPTS and (high is None or low == 0 or high / low > BUCKET_RATIO):
+            coarse.append(f"{CONCEPTS[concept]} {f'> {low:g} s' if high is None else f'in {low:g}-{high:g} s'}")
+    if not ranges:
+        return None
+    note = "; one scrape only, so since the server's start" if lifetime else ""
+    if coarse:
+        return Trust("bucket-adequacy", "warn", f"/metrics knows p99 only as {', '.join(coarse)}{note}")
+    return Trust("bucket-adequacy", "pass", f"/metrics buckets hold each p99 within {BUCKET_RATIO:g}x{note}")
+
+
+def _survivorship(trace: Trace) -> Trust | None:
+    row = trace.rows(
+        """
+        SELECT count(*) AS n, count(*) FILTER (WHERE status = 'aborted') AS aborted,
+               count(*) FILTER (WHERE status = 'timeout') AS timeout, count(*) FILTER (WHERE status = 'rejected') AS rejected,
+               count(*) FILTER (WHERE status = 'error') AS error, count(*) FILTER (WHERE status = 'unfinished') AS unfinished,
+               count(*) FILTER (WHERE NOT engine_saw AND status <> 'ok') AS unseen,
+               count(*) FILTER (WHERE client_key IS NOT NULL) AS with_client
+        FROM joined
+        """
+    )[0]
+    counted = trace.rows(
+        "SELECT sum(count) FILTER (WHERE concept = 'ttft') - sum(count) FILTER (WHERE concept = 'e2e') AS vanished "
+        "FROM histograms WHERE isinf(upper)"
+    )[0]["vanished"]
+    if not row["n"] and not counted:
+        return None
+    lost = {k: row[k] for k in ("aborted", "timeout", "rejected", "error", "unfinished") if row[k]}
+    if lost:
+        what = ", ".join(f"{v:,} {k}" for k, v in lost.items())
+        share = sum(lost.values()) / max(row["n"], 1)
+        text = f"{what} of {row['n']:,} requests; {row['unseen']:,} of them in no span, so missing from the tail"
+        return Trust("survivorship", _graded(share, SURVIVOR_WARN, SURVIVOR_FAIL), text)
+    if counted and counted > 0:
+        text = f"{counted:,.0f} requests gave a first token and no end: aborts leave no span"
+        return Trust("survivorship", "warn", text)
+    if not row["with_client"] and counted is None:
+        return Trust("survivorship", "warn", "no client log and no /metrics: aborted and refused requests would not be seen")
+    return Trust("survivorship", "pass", "no request is known to be missing")
+
+
+def _clocks(trace: Trace) -> Trust | None:
+    rows = trace.rows("SELECT * FROM client_clock")
+    if not rows:
+        return None
+    crossed = [r for r in rows if r["crossed"]]
+    if crossed:
+        return Trust(
+            "clock-quality", "warn", f"client and engine clocks of {len(crossed)} instance(s) drift or step against each other"
+        )
+    shifted = [r for r in rows if r["offset_ns"]]
+    if shifted:
+        worst = max(shifted, key=lambda r: abs(r["offset_ns"]))
+        text = f"client clock is {worst['offset_ns'] / 1e6:+.3g} ms off, known to {worst['error_ns'] / 1e6:.3g} ms; taken off"
+        return Trust("clock-quality", "pass", text)
+    worst = max(rows, key=lambda r: r["error_ns"])
+    return Trust("clock-quality", "pass", f"client and engine clocks agree to {worst['error_ns'] / 1e6:.3g} ms")
+
+
+def _ledger(ledger: Ledger) -> Trust | None:
+    engines: list[dict[str, Any]] = ledger.engines
+    if not engines:
+        return None
+    busy = sum(e["busy_s"] for e in engines)
+    unexplained = sum(e["unexplained_s"] for e in engines)
+    share = unexplained / busy if busy else 0.0
+    unfitted = [e for e in engines if e["cost_error"] is None]
+    text = f"{share:.1%} of {busy:.3g} s of step time has no known cause"
+    longest = sorted((step for e in engines for step in e["longest"]), key=lambda s: -s["seconds"])[:2]
+    if share > UNEXPLAINED_WARN and longest:
+        text += f"; most of it in steps that took {', '.join(format(s['seconds'], '.3g') + ' s' for s in longest)} too long"
+    if unfitted:
+        text += f"; {len(unfitted)} engine(s) have too few steps for a cost model"
+    errors = [e["cost_error"] for e in engines if e["cost_error"] is not None]
+    if errors:
+        text += f" (median error of the step cost model {max(errors):.0%})"
+    return Trust("unexplained", _graded(share, UNEXPLAINED_WARN, UNEXPLAINED_FAIL), text)
+
+
+def _rejects(trace: Trace) -> Trust | None:
+    rows = trace.rows(
+        "SELECT sum(rows_rejected) AS rejected, sum(rows_conflicting) AS conflicting, sum(rows) AS rows, "
+        "count(*) FILTER (WHERE rows_rejected > 0) AS files FROM sources"
+    )[0]
+    if not rows["rows"]:
+        return None
+    if rows["rejected"] or rows["conflicting"]:
+        parts = [f"{rows['rejected']:,} records of {rows['files']} file(s) could not be used"] if rows["rejected"] else []
+        parts += [f"{rows['conflicting']:,} rows share a key but differ"] if rows["conflicting"] else []
+        share = (rows["rejected"] or 0) / (rows["rows"] + (rows["rejected"] or 0))
+        return Trust("input-quality", "warn" if share < 0.1 else "fail", "; ".join(parts))
+    return Trust("input-quality", "pass", "every record that was telemetry was used")
