@@ -160,7 +160,7 @@ RULE = Rule(
     missing="needs requests of at least one class in number, with TTFT",
     thresholds=(
         Threshold("size_ratio", 4, "x", "Below a few times the victim's length, prefill is a peer, not a head of line."),
-        Threshold("share", 0.05, "0-1", "A twentieth of the excess: below that other causes hide it."),
+        Threshold("share", 0.1, "0-1", "A tenth of the excess: what causes less is not why the tail is long."),
         Threshold("slowdown", 0.25, "x p50", "A tail slower by less than a quarter of the median is not felt."),
         Threshold("p_value", 0.01, "", "Exposure tests reject 8-9 % of unrelated pools at 5 % (field notes C8)."),
         Threshold("effective_samples", 100, "", "A statistical estimator alone decides nothing below this."),

@@ -135,7 +135,7 @@ RULE = Rule(
         "scraped more than once"
     ),
     thresholds=(
-        Threshold("share", 0.05, "0-1", "A twentieth of the excess: healthy preemption stays below it."),
+        Threshold("share", 0.1, "0-1", "A tenth of the excess: healthy preemption stays below it."),
         Threshold("slowdown", 0.25, "x p50", "A tail slower by less than a quarter of the median is not felt."),
     ),
     remedies=(

@@ -168,8 +168,8 @@ def _verdict(
 
 
 def _largest_component(rows: Sequence[ClassRow]) -> str:
-    order = {metric: i for i, metric in enumerate(("E2E", "TTFT", "ITL", "TPOT"))}
-    row = min(rows, key=lambda r: (order[r.metric], -r.n))
+    """Of the class and metric whose tail is the most out of proportion."""
+    row = max(rows, key=lambda r: (r.excess_s or 0.0) / (r.p50_s or 1.0))
     if not row.excess or not row.excess_s:
         return ""
     component, seconds = max(row.excess.items(), key=lambda item: item[1])

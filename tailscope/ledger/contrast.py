@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,10 +22,9 @@ Floats = NDArray[np.float64]
 MIN_REQUESTS = 20
 #: Slowest share, and least number, that stand for a tail where no quantile is allowed.
 SLOWEST_SHARE, SLOWEST_LEAST = 0.1, 5
-#: Typical is what lies between these quantiles of requests alike in length and cache.
+#: Typical is what lies between these quantiles: of TTFT among requests with about as many prompt tokens to compute,
+#: of decode per token in the class.
 TYPICAL = (0.4, 0.6)
-#: A cell of alike requests with fewer than this many is merged into the class.
-MIN_CELL = 5
 #: Typical gaps between tokens are sampled; their mean bill needs no more.
 TYPICAL_GAPS = 20_000
 #: Latencies kept for the effective sample size, which needs their order in time.
@@ -37,12 +37,12 @@ def write_contrast(trace: Trace, ledger: Ledger, slos: tuple[Slo, ...], klass: s
     """Fill `excess` and return the classes' rows.
 
     `excess`: klass, metric, component, culprit, tail_s, excess_s; the excess of a class and metric
-    sums to the measured one. `tail_members`: klass, metric, id, weight (positive in the tail, negative
-    in the typical set), the request's arrival and end.
+    sums to the measured one.
     """
     con = trace.connection
     con.execute(
-        "CREATE OR REPLACE TEMP TABLE members(klass VARCHAR, metric VARCHAR, id BIGINT, weight DOUBLE, tail BOOLEAN)"
+        "CREATE OR REPLACE TEMP TABLE members"
+        "(klass VARCHAR, metric VARCHAR, id BIGINT, before_weight DOUBLE, decode_weight DOUBLE, tail BOOLEAN)"
     )
     rows: list[ClassRow] = []
     wanted = trace.rows(
@@ -51,8 +51,7 @@ def write_contrast(trace: Trace, ledger: Ledger, slos: tuple[Slo, ...], klass: s
         {"klass": klass},
     )
     for row in wanted:
-        for metric in ("TTFT", "TPOT", "E2E"):
-            rows.append(_request_metric(trace, row["klass"], metric))
+        rows += _request_metrics(trace, row["klass"])
     rows += _token_gaps(trace, ledger, klass)
     con.execute(_EXCESS)
     excess: dict[tuple[str, str], dict[str, float]] = {}
@@ -64,52 +63,88 @@ def write_contrast(trace: Trace, ledger: Ledger, slos: tuple[Slo, ...], klass: s
     return [_with_excess(r, excess.get((r.klass, r.metric), {}), slos) for r in rows]
 
 
-#: TPOT is decode per token after the first; the weight of a request's lines holds the division.
+#: A member's lines count with one weight up to the first token and with another for decode: TPOT is decode per
+#: token, and what is typical of an answer's length is a typical decode per token times its tokens.
 _EXCESS = """
 CREATE OR REPLACE TEMP TABLE excess AS
 WITH lines AS (
-    SELECT m.klass, m.metric, m.weight, m.tail, l.component, l.culprit, l.ns
-    FROM members m JOIN bill_lines l ON l.id = m.id
-    WHERE m.metric = 'E2E' OR m.metric = 'TTFT' AND l.place <> 'decode' OR m.metric = 'TPOT' AND l.place = 'decode'
+    SELECT m.klass, m.metric, CASE WHEN l.place = 'decode' THEN m.decode_weight ELSE m.before_weight END AS weight,
+           m.tail, l.component, l.culprit, l.ns
+    FROM members m JOIN bill_lines l ON l.id = m.id WHERE m.metric <> 'ITL'
     UNION ALL
-    SELECT m.klass, m.metric, m.weight, m.tail, l.component, l.culprit, l.ns
+    SELECT m.klass, m.metric, m.decode_weight, m.tail, l.component, l.culprit, l.ns
     FROM members m JOIN gap_lines l ON l.id = m.id WHERE m.metric = 'ITL'
 )
 SELECT klass, metric, component, culprit,
        sum(weight * ns) FILTER (WHERE tail) / 1e9 AS tail_s,
        sum(weight * ns) / 1e9 AS excess_s
-FROM lines GROUP BY ALL
+FROM lines WHERE weight <> 0 GROUP BY ALL
 """
 
-_VALUES = {
-    "TTFT": "ttft_ns / 1e9",
-    "E2E": "e2e_ns / 1e9",
-    "TPOT": "CASE WHEN output_tokens > 1 THEN (e2e_ns - ttft_ns) / 1e9 / (output_tokens - 1) END",
-}
-
-
-def _request_metric(trace: Trace, klass: str, metric: str) -> ClassRow:
+def _request_metrics(trace: Trace, klass: str) -> list[ClassRow]:
+    """TTFT, TPOT and E2E of a class: its rows, and the members of each tail and its typical counterpart."""
     columns = trace.connection.execute(
-        f"SELECT rid, {_VALUES[metric]} AS value, coalesce(observer, 'engine') AS observer, arrival_ns, "
-        "coalesce(prompt_tokens, 0) AS prompt_tokens, coalesce(cached_tokens, 0) AS cached_tokens, "
-        "coalesce(output_tokens, 0) AS output_tokens FROM joined "
-        "WHERE billed AND klass = $klass AND ttft_ns >= 0 AND e2e_ns >= ttft_ns "
-        "AND value IS NOT NULL AND isfinite(value) ORDER BY rid",
+        "SELECT rid, observer, arrival_ns, ttft_ns, e2e_ns, coalesce(prompt_tokens - coalesce(cached_tokens, 0), 0) AS computed, "
+        "coalesce(output_tokens, 0) AS output FROM joined "
+        "WHERE billed AND klass = $klass AND ttft_ns >= 0 AND e2e_ns >= ttft_ns ORDER BY rid",
         {"klass": klass},
     ).fetchnumpy()
-    values = np.asarray(columns["value"], np.float64)
-    arrivals = np.asarray(columns["arrival_ns"], np.int64)
-    observers = sorted(set(columns["observer"]))
-    row, tail = _describe(klass, metric, " + ".join(observers), values, arrivals)
-    if tail is None:
-        return row
-    prompt, cached, output = (np.asarray(columns[f"{name}_tokens"], np.float64) for name in ("prompt", "cached", "output"))
-    alike = _bucket(prompt - cached) * 64 + (_bucket(output) if metric == "E2E" else 0)
-    weights = _matched_weights(values, tail, alike)
-    per_request = np.maximum(output - 1, 1) if metric == "TPOT" else np.ones(len(values))
-    members = np.flatnonzero(weights)
-    _add_members(trace, klass, metric, np.asarray(columns["rid"], np.int64)[members], (weights / per_request)[members])
-    return replace(row, excess_s=float(weights @ values))
+    rid, arrivals = np.asarray(columns["rid"], np.int64), np.asarray(columns["arrival_ns"], np.int64)
+    ttft, e2e = np.asarray(columns["ttft_ns"]) / 1e9, np.asarray(columns["e2e_ns"]) / 1e9
+    computed, output = np.asarray(columns["computed"], np.float64), np.asarray(columns["output"], np.float64)
+    observer = " + ".join(sorted({str(o) for o in columns["observer"]}))
+    decodes = output > 1
+    per_token = np.where(decodes, 1 / np.maximum(output - 1, 1), 0.0)
+    tpot = (e2e - ttft) * per_token
+    typical_ttft, typical_tpot = _typical(ttft, _bucket(computed)), _typical_of(tpot, decodes)
+    rows = []
+    for metric, values, inside in (("TTFT", ttft, None), ("TPOT", tpot, decodes), ("E2E", e2e, None)):
+        among = np.ones(len(values), bool) if inside is None else inside
+        row, tail = _describe(klass, metric, observer, values[among], arrivals[among])
+        if tail is None:
+            rows.append(row)
+            continue
+        everyone = np.zeros(len(values), bool)
+        everyone[np.flatnonzero(among)[tail]] = True
+        share = everyone / everyone.sum()
+        before = share - typical_ttft(share) if metric != "TPOT" else np.zeros(len(values))
+        if metric == "TTFT":
+            decode = np.zeros(len(values))
+        elif metric == "TPOT":
+            decode = (share - typical_tpot * share.sum()) * per_token
+        else:
+            tokens = float((share * np.maximum(output - 1, 0)).sum())
+            decode = share - typical_tpot * per_token * tokens
+        excess = float(before @ ttft + decode @ (e2e - ttft))
+        _add_members(trace, klass, metric, rid, before, decode, everyone)
+        rows.append(replace(row, excess_s=excess))
+    return rows
+
+
+def _typical(values: Floats, alike: NDArray[np.int64]) -> Callable[[Floats], Floats]:
+    """A function from weights of a tail to weights, of the same sum, of the typical requests alike to it."""
+    _, index, size = np.unique(alike, return_inverse=True, return_counts=True)
+    cell = np.where(size[index] >= MIN_REQUESTS, alike, -1)
+    rank, everywhere = _rank_within(cell, values), _rank_within(np.zeros_like(cell), values)
+
+    def weights(tail: Floats) -> Floats:
+        result = np.zeros(len(values))
+        for wanted in np.unique(cell[tail > 0]):
+            # Requests of rare length are compared with the whole class.
+            inside, ranks = (cell == wanted, rank) if wanted >= 0 else (np.ones(len(values), bool), everywhere)
+            typical = inside & (ranks > TYPICAL[0]) & (ranks <= TYPICAL[1])
+            result[typical] += tail[cell == wanted].sum() / typical.sum()
+        return result
+
+    return weights
+
+
+def _typical_of(values: Floats, among: NDArray[np.bool_]) -> Floats:
+    """Weights, summing to 1, of the typical ones of `among`."""
+    rank = np.zeros(len(values))
+    rank[among] = _rank_within(np.zeros(int(among.sum()), np.int64), values[among])
+    typical = (rank > TYPICAL[0]) & (rank <= TYPICAL[1])
+    return typical / max(typical.sum(), 1)
 
 
 def _with_excess(row: ClassRow, excess: dict[str, float], slos: tuple[Slo, ...]) -> ClassRow:
@@ -176,26 +211,6 @@ def _bucket(tokens: Floats) -> NDArray[np.int64]:
     return np.asarray(np.floor(np.log2(np.maximum(tokens, 1))), dtype=np.int64)
 
 
-def _matched_weights(values: Floats, tail: NDArray[np.bool_], alike: NDArray[np.int64]) -> Floats:
-    """+1/n for each tail request; for each tail request's cell of alike requests, -1/n spread over its typical ones.
-
-    A cell of few requests takes the class's typical ones, so that weights sum to 0.
-    """
-    _, index, size = np.unique(alike, return_inverse=True, return_counts=True)
-    cell = np.where(size[index] >= MIN_CELL, alike, -1)
-    rank, everywhere = _rank_within(cell, values), _rank_within(np.zeros_like(cell), values)
-    weights = np.zeros(len(values))
-    n = tail.sum()
-    weights[tail] += 1 / n
-    for wanted, count in zip(*np.unique(cell[tail], return_counts=True), strict=True):
-        inside, ranks = (cell == wanted, rank) if wanted >= 0 else (np.ones(len(values), dtype=bool), everywhere)
-        typical = inside & (ranks > TYPICAL[0]) & (ranks <= TYPICAL[1])
-        if not typical.any():
-            typical = inside & (np.abs(ranks - 0.5) == np.abs(ranks[inside] - 0.5).min())
-        weights[typical] -= count / n / typical.sum()
-    return weights
-
-
 def _rank_within(cell: NDArray[np.int64], values: Floats) -> Floats:
     """Rank of each value in its cell, as a share of the cell's size in (0, 1]."""
     order = np.lexsort((values, cell))
@@ -240,7 +255,7 @@ def _token_gaps(trace: Trace, ledger: Ledger, klass: str | None) -> list[ClassRo
         is_tail = np.asarray(members["tail"], bool)
         ids, member_values = np.asarray(members["id"], np.int64), np.asarray(members["value"], np.float64)
         weights = np.where(is_tail, 1 / max(is_tail.sum(), 1), -1 / max((~is_tail).sum(), 1))
-        _add_members(trace, name, "ITL", ids, weights)
+        _add_members(trace, name, "ITL", ids, np.zeros(len(ids)), weights, is_tail)
         rows.append(replace(row, tail_n=int(is_tail.sum()), excess_s=float(weights @ member_values)))
         con.register("asked_ids", pa.table({"id": ids}))
         asked.append(con.sql("SELECT g.* FROM gaps g SEMI JOIN asked_ids USING (id)").to_arrow_table())
@@ -268,11 +283,14 @@ FROM chunks WHERE before_ns IS NOT NULL AND time_ns >= before_ns
 """
 
 
-def _add_members(trace: Trace, klass: str, metric: str, ids: NDArray[np.int64], weights: Floats) -> None:
-    rows: Any = pa.table({"id": ids, "weight": weights})
+def _add_members(
+    trace: Trace, klass: str, metric: str, ids: NDArray[np.int64], before: Floats, decode: Floats, tail: NDArray[np.bool_]
+) -> None:
+    chosen = (before != 0) | (decode != 0)
+    rows: Any = pa.table({"id": ids[chosen], "before": before[chosen], "decode": decode[chosen], "tail": tail[chosen]})
     trace.connection.register("new_members", rows)
     trace.connection.execute(
-        "INSERT INTO members SELECT $klass, $metric, id, weight, weight > 0 FROM new_members",
+        "INSERT INTO members SELECT $klass, $metric, id, before, decode, tail FROM new_members",
         {"klass": klass, "metric": metric},
     )
     trace.connection.unregister("new_members")
