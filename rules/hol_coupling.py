@@ -18,8 +18,8 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
         return Decision("found", "long prefills hold up shorter requests", tuple(findings))
     if findings:
         return Decision("inconclusive", "slower beside long prefills, but the data cannot show why", tuple(findings))
-    if not any(r["has_steps"] for r in rows) and not any(r["p_value"] is not None for r in rows):
-        return Decision("inconclusive", "no iterations, and too few requests met a long prefill to test for an effect")
+    if not rows[0]["has_steps"] and not any(could_have_shown(r, limits) for r in rows):
+        return Decision("inconclusive", "no iterations, and too few independent requests met a long prefill to test it")
     return Decision("clear", "long prefills explain too little of any class's tail")
 
 
@@ -50,6 +50,11 @@ def slower_when_exposed(row: Mapping[str, Any], limits: Mapping[str, float]) -> 
     if row["control_p_value"] is not None and row["control_p_value"] <= limits["p_value"]:
         return False  # another instance's prefills cannot slow these requests: what both share is the load
     return bool(row["difference_s"] >= limits["slowdown"] * (row["p50_s"] or 0.0))
+
+
+def could_have_shown(row: Mapping[str, Any], limits: Mapping[str, float]) -> bool:
+    """Whether the exposure test had the samples to find an effect, so that finding none means something."""
+    return row["p_value"] is not None and row["n_eff"] >= limits["effective_samples"]
 
 
 def by_statistics(row: Mapping[str, Any], limits: Mapping[str, float]) -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from enum import StrEnum
@@ -13,6 +14,8 @@ import typer
 from tailscope.errors import UsageError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from tailscope.align import Scope
     from tailscope.config import Config
     from tailscope.ingest import Outcome
@@ -24,6 +27,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+#: Columns where there is no terminal to ask.
+PIPE_WIDTH = 140
 
 
 class Format(StrEnum):
@@ -81,7 +88,8 @@ def ingest(
             progress.update(task, completed=done, total=total, description=Path(outcome.path).name[-40:])
 
         outcomes = run(paths, output, config=settings, options=options, instance=instance, report=report)
-    render(outcomes, str(output), Console(highlight=False))
+    base = Path(os.path.commonpath([Path(o.path).parent for o in outcomes])) if outcomes else None
+    render(outcomes, str(output), _console(), base=base)
     if not any(o.status in ("ingested", "known") for o in outcomes):
         raise UsageError("nothing was ingested: no file is telemetry that tailscope reads (see docs/collectors.md)")
 
@@ -145,13 +153,11 @@ def rules(
     name: Annotated[str | None, typer.Argument(help="Explain this rule.", metavar="[NAME]")] = None,
 ) -> None:
     """List the rules, or explain one."""
-    from rich.console import Console
-
     from tailscope import registry
     from tailscope.render.rules import explain, listing
 
     known = {rule.name: rule for rule, _ in registry.rules()}
-    console = Console(highlight=False)
+    console = _console()
     if name is None:
         console.print(listing(list(known.values())))
     elif name in known:
@@ -174,11 +180,9 @@ def demo(format: Annotated[Format, typer.Option(help="text for people, json for 
         trace = Path(folder) / "demo.parquet"
         outcomes = run([capture], trace, config=Config(), options=Options())
         if format is Format.text:
-            from rich.console import Console
-
             from tailscope.render.ingested import render
 
-            render(outcomes, trace.name, Console(highlight=False), base=capture)
+            render(outcomes, trace.name, _console(), base=capture)
         _print_diagnosis(_diagnose(str(trace), None, [], "2GB", (None,) * 5, Config()), format)
 
 
@@ -220,13 +224,16 @@ def _print_diagnosis(diagnosis: Diagnosis, format: Format) -> None:
 
         print(render_json(diagnosis))
         return
-    from rich.console import Console
-
     from tailscope.render.text import render as render_text
 
+    render_text(diagnosis, _console())
+
+
+def _console() -> Console:
+    from rich.console import Console
+
     # Without a terminal to ask, rich would fold lines at 80.
-    width = None if sys.stdout.isatty() else 140
-    render_text(diagnosis, Console(highlight=False, width=width, markup=False, emoji=False))
+    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH, markup=False, emoji=False)
 
 
 def _scope(

@@ -15,7 +15,7 @@ from tailscope import registry
 from tailscope.config import Config
 from tailscope.errors import BadInput, UsageError
 from tailscope.model import Collector
-from tailscope.parts import SourceWriter, Stored, is_known
+from tailscope.parts import SourceWriter, Stored, TraceWriter
 from tailscope.schema import Table
 from tailscope.source import Options, Source, Tally, files_below
 
@@ -79,7 +79,7 @@ def _ingest_file(file: _File, output: Path, config: Config, options: Options, in
     source = Source(file.path, file.display, options)
     content_hash = source.content_hash()
     source_id = content_hash[:SOURCE_ID_DIGITS]
-    if is_known(output, source_id):
+    if TraceWriter(output).knows(source_id):
         return Outcome(file.display, "known", "content is in the trace already", collector.name)
     given = instance or next((s.instance for s in config.sources if fnmatch(file.display, s.path)), None)
     placed = _Placement(given, file.folder)

@@ -1,8 +1,8 @@
-"""Writing a trace: append-only Parquet parts, one set a source, made visible all at once.
+"""Writing a trace: append-only Parquet parts, made visible all at once.
 
-A part is written under a hidden temporary name, synced, and renamed. A source's parts carry its id in their
-names and count only once its row in `sources` exists, which is renamed last: a writer that dies leaves
-nothing half visible, and reading the same source again replaces what it left.
+A part is written under a hidden temporary name, synced, and renamed. The parts of one commit carry one id in
+their names and count only once its part of `sources` exists, which is renamed last: a writer that dies
+leaves nothing half visible, and the next commit removes what it left.
 """
 
 from __future__ import annotations
@@ -11,21 +11,38 @@ import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import Iterator
+import re
+import secrets
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import duckdb
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from tailscope.errors import TailscopeError
-from tailscope.schema import REQUESTS, SCHEMA_VERSION, SOURCES, Table
+from tailscope.dedupe import Known, find_known
+from tailscope.errors import BadInput, TailscopeError
+from tailscope.scan import first_line
+from tailscope.schema import BY_NAME, SCHEMA_VERSION, SOURCES, Table
 
 PART_ROWS = 131_072
 ROW_GROUP_ROWS = 65_536
 COMPRESSION = "zstd"
+#: Sources a commit takes at most, so that little is read again after a crash.
+COMMIT_SOURCES = 1_000
+#: A temporary part of another machine is as good as abandoned after this time.
+ABANDONED_S = 86_400
+
+#: A part of ours. The first group is the id of its commit.
+PART_NAME = re.compile(r"part-([0-9a-f]{16})-\d{4,}\.parquet")
 
 
 def part_metadata(table: Table) -> dict[str, str]:
@@ -34,191 +51,280 @@ def part_metadata(table: Table) -> dict[str, str]:
 
 @dataclass
 class Stored:
-    """What a commit stored, and what it found stored already."""
+    """What was stored of a source, and what was found stored already."""
 
     rows: dict[str, int] = field(default_factory=dict)
     duplicate: int = 0
     conflicting: int = 0
 
 
-class SourceWriter:
-    """Writes the rows of one source. Use as a context manager; without `commit` nothing stays.
+@dataclass
+class _Rows:
+    """Rows of one table, not yet a part."""
 
-    Memory is bounded by PART_ROWS rows a table. Raises TailscopeError when the target cannot be written.
+    table: Table
+    batches: list[pa.Table] = field(default_factory=list)
+    count: int = 0
+
+
+@dataclass
+class _Pending:
+    """Rows and temporary parts that wait for a commit, by table."""
+
+    rows: dict[str, _Rows] = field(default_factory=dict)
+    parts: dict[str, list[Path]] = field(default_factory=dict)
+    count: int = 0
+
+    def remove(self) -> None:
+        for part in [p for parts in self.parts.values() for p in parts]:
+            part.unlink(missing_ok=True)
+        self.rows, self.parts, self.count = {}, {}, 0
+
+
+class TraceWriter:
+    """Adds sources to a trace: begin, write, finish or abandon each; commit when `full` and at the end.
+
+    Use as a context manager; what is not committed does not stay. Memory is bounded by some PART_ROWS rows
+    a table. Raises TailscopeError when the trace cannot be written.
     """
 
-    def __init__(self, root: Path, source_id: str) -> None:
-        self.root, self.source_id = root, source_id
-        self._buffers: dict[str, list[pa.Table]] = {}
-        self._parts: dict[str, list[Path]] = {}
-        self._tables: dict[str, Table] = {}
-        with _writable(root):
-            root.mkdir(parents=True, exist_ok=True)
-            _remove_abandoned(root)
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._token = secrets.token_hex(4)
+        self._parts_written = 0
+        self._source = ""
+        self._written: Counter[str] = Counter()
+        self._own, self._finished = _Pending(), _Pending()
+        self._source_rows: dict[str, dict[str, Any]] = {}
+        self._stored: dict[str, Stored] = {}
+        self._sources_of: dict[Path, frozenset[str]] = {}
 
-    def __enter__(self) -> SourceWriter:
+    def __enter__(self) -> TraceWriter:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for part in [p for parts in self._parts.values() for p in parts]:
-            part.unlink(missing_ok=True)
+    def __exit__(self, *_: TracebackType | type[BaseException] | BaseException | None) -> None:
+        self.abandon()
+        self._forget()
+
+    def knows(self, source_id: str) -> bool:
+        """Whether the trace, or what waits for the commit, has the source."""
+        return source_id in self._source_rows or source_id in self._committed()
+
+    def begin(self, source_id: str) -> None:
+        """Start a source; its id is 16 hex digits."""
+        if not self._source:
+            with _writable(self.root), _locked(self.root):
+                _remove_abandoned(self.root)
+        self._source = source_id
 
     def write(self, table: Table, rows: pa.Table) -> None:
         """Append rows of exactly `table.arrow`; `source` is filled in here."""
         if not rows.num_rows:
             return
         index = rows.schema.get_field_index("source")
-        rows = rows.set_column(index, "source", pa.repeat(pa.scalar(self.source_id), rows.num_rows))
-        self._tables[table.name] = table
-        buffer = self._buffers.setdefault(table.name, [])
-        buffer.append(rows)
-        if sum(b.num_rows for b in buffer) >= PART_ROWS:
-            self._flush(table)
+        rows = rows.set_column(index, "source", pa.repeat(pa.scalar(self._source), rows.num_rows))
+        self._written[table.name] += rows.num_rows
+        self._add(self._own, table, rows)
 
-    def commit(self, source_row: dict[str, Any]) -> Stored:
-        """Make the source visible. `source_row` is its row of `sources`, counts of stored rows not yet in it."""
-        for table in list(self._tables.values()):
-            self._flush(table)
-        stored = Stored()
-        with _writable(self.root), _locked(self.root):
-            self._remove_orphans()
-            for name, table in self._tables.items():
-                if table.identity:
-                    self._drop_known(table, stored)
-                stored.rows[name] = sum(pq.read_metadata(p).num_rows for p in self._parts[name])
-            for name in self._tables:
-                self._publish(name)
-            row = dict(
-                source_row,
-                source=self.source_id,
-                rows=sum(stored.rows.values()),
-                rows_duplicate=stored.duplicate,
-                rows_conflicting=stored.conflicting,
-            )
-            self.write(SOURCES, SOURCES.batch({k: [v] for k, v in row.items()}))
-            self._flush(SOURCES)
-            self._publish(SOURCES.name)
+    def abandon(self) -> None:
+        """Forget what was written of the source."""
+        self._own.remove()
+        self._written.clear()
+
+    def finish(self, source_row: Mapping[str, Any]) -> None:
+        """The source is complete. `source_row` is its row of `sources`, without counts of stored rows."""
+        try:
+            for name, parts in self._own.parts.items():
+                self._finished.parts.setdefault(name, []).extend(parts)
+            own, self._own = self._own, _Pending()
+            for rows in own.rows.values():
+                for batch in rows.batches:
+                    self._add(self._finished, rows.table, batch)
+        except BaseException:
+            self._forget()
+            raise
+        self._source_rows[self._source] = dict(source_row, source=self._source)
+        self._stored[self._source] = Stored(dict(self._written))
+        self._finished.count += self._written.total()
+        self._written.clear()
+
+    @property
+    def full(self) -> bool:
+        """Whether enough was finished to be worth a commit."""
+        return len(self._stored) >= COMMIT_SOURCES or self._finished.count >= PART_ROWS
+
+    def commit(self) -> dict[str, Stored]:
+        """Make the finished sources visible: id -> what was stored.
+
+        One that another writer stored in the meantime is left out and not in the result.
+        """
+        if not self._stored:
+            return {}
+        try:
+            for rows in list(self._finished.rows.values()):
+                self._flush(self._finished, rows)
+            with _writable(self.root), _locked(self.root):
+                committed = self._committed()
+                stored = {source: s for source, s in self._stored.items() if source not in committed}
+                if stored:
+                    self._remove_orphans()
+                    for name, parts in self._finished.parts.items():
+                        self._drop_known(BY_NAME[name], parts, stored)
+                    self._add_source_rows(stored)
+                    self._publish(commit_id=next(iter(stored)))
+        finally:
+            self._forget()
         return stored
 
-    def _flush(self, table: Table) -> None:
-        buffer = self._buffers.pop(table.name, [])
-        if not buffer:
-            return
-        rows = pa.concat_tables(buffer)
-        rows = rows.sort_by([(column, "ascending") for column in table.sort])
-        parts = self._parts.setdefault(table.name, [])
-        part = self.root / table.name / f".{self.source_id}-{len(parts):04d}-{os.getpid()}.tmp"
+    def _forget(self) -> None:
+        """Start anew; temporary parts that were not published go."""
+        self._finished.remove()
+        self._source_rows, self._stored = {}, {}
+
+    def _add(self, pending: _Pending, table: Table, batch: pa.Table) -> None:
+        rows = pending.rows.setdefault(table.name, _Rows(table))
+        rows.batches.append(batch)
+        rows.count += batch.num_rows
+        if rows.count >= PART_ROWS:
+            self._flush(pending, rows)
+
+    def _flush(self, pending: _Pending, rows: _Rows) -> None:
+        table = rows.table
+        pending.rows.pop(table.name, None)
+        ordered = pa.concat_tables(rows.batches).sort_by([(column, "ascending") for column in table.sort])
+        name = f".{self._token}-{self._parts_written:04d}-{os.getpid()}-{socket.gethostname()}.tmp"
+        part = self.root / table.name / name
+        self._parts_written += 1
         with _writable(self.root):
             part.parent.mkdir(exist_ok=True)
-            parts.append(part)
-            _write_part(part, table, rows)
+            pending.parts.setdefault(table.name, []).append(part)
+            _write_part(part, table, ordered)
 
-    def _publish(self, name: str) -> None:
-        for number, part in enumerate(self._parts.pop(name, [])):
-            if pq.read_metadata(part).num_rows == 0:
-                part.unlink()
-                continue
-            part.rename(part.with_name(f"part-{self.source_id}-{number:04d}.parquet"))
-        _sync(self.root / name)
+    def _drop_known(self, table: Table, parts: list[Path], stored: dict[str, Stored]) -> None:
+        """Leave out rows that the trace has, and those of sources that another writer stored."""
+        known = Known()
+        if table.identity:
+            with _readable(self.root, table.name):
+                others = visible_parts(self.root).get(table.name, [])
+                known = find_known(table, parts, others, list(stored))
+        for source, count in known.duplicate.items():
+            stored[source].rows[table.name] -= count
+            stored[source].duplicate += count
+        for source, count in known.conflicting.items():
+            stored[source].conflicting += count
+        lost = len(stored) < len(self._stored)
+        for part in parts:
+            if lost or part in known.rows:
+                rows = pq.ParquetFile(part).read()
+                keep = np.array(pc.is_in(rows["source"], pa.array(stored)))
+                keep[known.rows.get(part, [])] = False
+                _write_part(part, table, rows.filter(keep))
+
+    def _add_source_rows(self, stored: dict[str, Stored]) -> None:
+        rows = []
+        for source, counts in stored.items():
+            row = {
+                "rows": sum(counts.rows.values()),
+                "rows_duplicate": counts.duplicate,
+                "rows_conflicting": counts.conflicting,
+            }
+            rows.append(self._source_rows[source] | row)
+        names = {name for row in rows for name in row}
+        batch = SOURCES.batch({name: [row.get(name) for row in rows] for name in names})
+        self._flush(self._finished, _Rows(SOURCES, [batch]))
+
+    def _publish(self, commit_id: str) -> None:
+        """Rename the parts. Those of `sources`, which make the others count, were added last and come last."""
+        try:
+            for name, parts in self._finished.parts.items():
+                for number, part in enumerate(parts):
+                    if pq.read_metadata(part).num_rows:
+                        part.rename(part.with_name(f"part-{commit_id}-{number:04d}.parquet"))
+                _sync(self.root / name)
+                _sync(self.root)
+        except BaseException:
+            self._remove_orphans()
+            raise
+
+    def _committed(self) -> set[str]:
+        """Ids of the sources in the trace. A part never changes, so each is read once."""
+        visible = visible_parts(self.root, SOURCES.name).get(SOURCES.name, [])
+        for part in visible:
+            if part not in self._sources_of:
+                with _readable(self.root, SOURCES.name):
+                    file = pq.ParquetFile(part)
+                    named = (
+                        file.read(["source"])["source"].to_pylist()
+                        if "source" in file.schema_arrow.names
+                        else []
+                    )
+                    self._sources_of[part] = frozenset(named)
+        return {source for part in visible for source in self._sources_of[part]}
 
     def _remove_orphans(self) -> None:
-        """Parts an earlier writer of this source renamed before it died."""
-        for part in self.root.glob(f"*/part-{self.source_id}-*.parquet"):
-            part.unlink()
-
-    def _drop_known(self, table: Table, stored: Stored) -> None:
-        """Leave out rows that other sources gave already, equal in all but their provenance."""
-        new = [str(p) for p in self._parts[table.name]]
-        known = [str(p) for p in visible_parts(self.root).get(table.name, [])]
-        keyed = table is REQUESTS
-        if not known and not keyed:
-            return
-        with duckdb.connect(config={"threads": 2}) as con:
-            content = ", ".join(f'"{c.name}"' for c in table.columns if c.name not in table.provenance)
-            key = "request_key" if keyed else "NULL"
-            con.execute(
-                f"CREATE TEMP TABLE fresh AS SELECT filename, file_row_number AS row, {key} AS key, "
-                f"hash({content}) AS content FROM read_parquet($new, filename=true, file_row_number=true)",
-                {"new": new},
-            )
-            con.execute("CREATE TEMP TABLE stored(key VARCHAR, content UBIGINT)")
-            if known:
-                within = "true"
-                if table.time:
-                    # Rows of other times cannot be equal, and row-group statistics skip them.
-                    low, high = _range(con, new, table.time)
-                    within = f"{table.time} IS NULL OR {table.time} BETWEEN {low} AND {high}"
-                con.execute(
-                    f"INSERT INTO stored SELECT {key}, hash({content}) "
-                    f"FROM read_parquet($known, union_by_name=true) WHERE {within}",
-                    {"known": known},
-                )
-            con.execute(
-                "CREATE TEMP TABLE judged AS SELECT filename, row, "
-                "content IN (SELECT content FROM stored) "
-                "OR (key IS NOT NULL AND row_number() OVER (PARTITION BY key, content ORDER BY filename, row) > 1)"
-                " AS known, key, content FROM fresh"
-            )
-            if keyed:
-                stored.conflicting += _count(
-                    con,
-                    "WITH kept AS (SELECT key, content FROM judged WHERE NOT known), "
-                    "contents AS (SELECT key, count(DISTINCT content) AS n "
-                    "FROM (SELECT key, content FROM kept UNION ALL SELECT * FROM stored) GROUP BY key) "
-                    "SELECT count(*) FROM kept JOIN contents USING (key) WHERE n > 1",
-                )
-            stored.duplicate += _count(con, "SELECT count(*) FROM judged WHERE known")
-            for part in self._parts[table.name]:
-                keep = con.sql(
-                    "SELECT NOT known AS keep FROM judged WHERE filename = $part ORDER BY row",
-                    params={"part": str(part)},
-                ).to_arrow_table()["keep"]
-                if not all(keep.to_pylist()):
-                    _write_part(part, table, pq.read_table(part, schema=table.arrow).filter(keep))
+        """Parts that a writer renamed before it died. Called under the lock, so nobody is renaming now."""
+        committed = _commits(self.root)
+        for part in self.root.glob("*/part-*.parquet"):
+            ours = PART_NAME.fullmatch(part.name)
+            if ours and ours[1] not in committed:
+                part.unlink()
 
 
-def visible_parts(root: Path) -> dict[str, list[Path]]:
-    """Table name -> Parquet files of a trace directory that count.
+class SourceWriter:
+    """Adds one source to a trace, by itself. Use as a context manager; without `commit` nothing stays."""
 
-    A part named after a source counts if the source's row exists; a part of any other name always does.
+    def __init__(self, root: Path, source_id: str) -> None:
+        self._writer, self._source_id = TraceWriter(root), source_id
+        self._writer.begin(source_id)
+        self.write = self._writer.write
+
+    def __enter__(self) -> SourceWriter:
+        return self
+
+    def __exit__(self, *_: TracebackType | type[BaseException] | BaseException | None) -> None:
+        self._writer.__exit__()
+
+    def commit(self, source_row: Mapping[str, Any]) -> Stored:
+        """Make the source visible. Nothing is stored of one that the trace has."""
+        self._writer.finish(source_row)
+        return self._writer.commit().get(self._source_id, Stored())
+
+
+def visible_parts(root: Path, only: str = "*") -> dict[str, list[Path]]:
+    """Table name -> Parquet files of a trace directory that count; `only` a table, if given.
+
+    A part named after a commit counts if that commit's part of `sources` exists; a part of any other name
+    always does. Hidden files and folders, and those that begin with an underscore, do not.
     """
-    committed = {p.name.split("-")[1] for p in root.glob(f"{SOURCES.name}/part-*-*.parquet")}
+    committed = _commits(root)
     tables: dict[str, list[Path]] = {}
-    for folder in sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")):
-        parts = [
-            p
-            for p in sorted(folder.rglob("*.parquet"))
-            if not p.name.startswith(".")
-            and not (p.name.startswith("part-") and p.name.count("-") == 2 and p.name.split("-")[1] not in committed)
-        ]
+    for folder in sorted(p for p in root.glob(only) if p.is_dir() and not p.name.startswith((".", "_"))):
+        parts = []
+        for part in sorted(folder.rglob("*.parquet")):
+            ours = PART_NAME.fullmatch(part.name)
+            hidden = any(name.startswith((".", "_")) for name in part.relative_to(folder).parts)
+            if not hidden and (ours[1] in committed if ours else part.is_file()):
+                parts.append(part)
         if parts:
             tables[folder.name] = parts
     return tables
 
 
-def is_known(root: Path, source_id: str) -> bool:
-    return any(root.glob(f"{SOURCES.name}/part-{source_id}-*.parquet"))
+def _commits(root: Path) -> set[str]:
+    names = (PART_NAME.fullmatch(p.name) for p in root.glob(f"{SOURCES.name}/part-*.parquet"))
+    return {name[1] for name in names if name}
 
 
 def _write_part(part: Path, table: Table, rows: pa.Table) -> None:
-    metadata = {**(rows.schema.metadata or {}), **{k.encode(): v.encode() for k, v in part_metadata(table).items()}}
     with part.open("wb") as file:
         pq.write_table(
-            rows.replace_schema_metadata(metadata), file, compression=COMPRESSION, row_group_size=ROW_GROUP_ROWS
+            rows.replace_schema_metadata(part_metadata(table)),
+            file,
+            compression=COMPRESSION,
+            row_group_size=ROW_GROUP_ROWS,
         )
         file.flush()
         os.fsync(file.fileno())
-
-
-def _range(con: duckdb.DuckDBPyConnection, files: list[str], column: str) -> tuple[int, int]:
-    sql = f"SELECT coalesce(min({column}), 0), coalesce(max({column}), 0) FROM read_parquet($files)"
-    [(low, high)] = con.execute(sql, {"files": files}).fetchall()
-    return int(low), int(high)
-
-
-def _count(con: duckdb.DuckDBPyConnection, sql: str) -> int:
-    [(count,)] = con.execute(sql).fetchall()
-    return int(count)
 
 
 def _sync(folder: Path) -> None:
@@ -232,6 +338,7 @@ def _sync(folder: Path) -> None:
 @contextlib.contextmanager
 def _locked(root: Path) -> Iterator[None]:
     """One commit at a time, so that two writers do not both store the same row."""
+    root.mkdir(parents=True, exist_ok=True)
     with (root / ".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -243,7 +350,9 @@ def _writable(root: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            todo = "no space left on the device; nothing of this source was stored. Free space and ingest it again"
+            todo = (
+                "no space left on the device. What was stored before is intact; free space and ingest again"
+            )
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             todo = "no permission to write there. Choose another -o"
         elif error.errno in (errno.EEXIST, errno.ENOTDIR):
@@ -253,12 +362,31 @@ def _writable(root: Path) -> Iterator[None]:
         raise TailscopeError(f"{root}: {todo}") from error
 
 
+@contextlib.contextmanager
+def _readable(root: Path, table: str) -> Iterator[None]:
+    try:
+        yield
+    except (duckdb.Error, pa.ArrowException) as error:
+        raise BadInput(
+            f"cannot be read: {first_line(error)}",
+            path=str(root),
+            where=f"table {table}",
+            todo="Remove the damaged part, or ingest into a new trace",
+        ) from error
+
+
 def _remove_abandoned(root: Path) -> None:
-    """Temporary parts of writers on this machine that no longer run."""
+    """Temporary parts of writers that no longer run."""
     for part in root.glob("*/.*.tmp"):
-        pid = part.stem.rsplit("-", 1)[-1]
-        if pid.isdecimal() and not _runs(int(pid)):
-            part.unlink(missing_ok=True)
+        _, _, pid, host = f"{part.stem}---".split("-", 3)
+        ours = host.rstrip("-") == socket.gethostname()
+        with contextlib.suppress(FileNotFoundError):
+            if pid.isdecimal() and not _runs(int(pid)) if ours else _age_s(part) > ABANDONED_S:
+                part.unlink()
+
+
+def _age_s(part: Path) -> float:
+    return time.time() - part.stat().st_mtime
 
 
 def _runs(pid: int) -> bool:

@@ -263,7 +263,7 @@ SERIES = Table(
     (
         *_instance(),
         Column("series", TEXT, "", "Identity: a hash of instance-independent name and labels."),
-        Column("name", TEXT, "", "Metric name as scraped, without _bucket, _sum or _count."),
+        Column("name", TEXT, "", "Metric name, without _bucket, _sum or _count; older and other exporters' names as vLLM V1 has them."),
         Column("type", TEXT, "", "counter, gauge, histogram, summary or unknown."),
         Column("labels", pa.map_(TEXT, TEXT), "", "Labels, sorted by name."),
     ),

@@ -14,8 +14,12 @@ from tailscope.store import Trace
 
 #: How far outside the client's view of a request the engine's may lie, once the clocks' offset is taken off.
 SLACK_NS = 1_000_000_000
-#: Requests with one id are told apart by the time they ended; each round pairs the closest ones still alone.
-PAIRING_ROUNDS = 8
+#: An id that more rows share on both sides identifies nothing, and joining on it would be quadratic.
+MOST_SHARED = 64
+#: How far apart two ends count as that are not both known.
+FAR_NS = 86_400_000_000_000
+#: Clocks step or drift where fewer of the requests than this agree on one offset; odd ids are rarer.
+AGREEING = 0.95
 
 
 @dataclass(frozen=True)
@@ -43,9 +47,9 @@ def align(trace: Trace, config: Config, scope: Scope) -> None:
     con.execute(sql_of(__name__, "observed"), scope.parameters)
     con.execute(sql_of(__name__, "steps"), {"instance": scope.instance})
     _client_clock(trace)
-    _pair(trace, "core_pairs", "a.view = 'front'", "b.view = 'core'", with_clock=False)
-    engine_rows = "(b.view = 'front' OR b.view = 'core' AND b.oid NOT IN (SELECT b FROM core_pairs))"
-    _pair(trace, "client_pairs", "a.view IN ('client', 'gateway')", engine_rows, with_clock=True)
+    _pair(trace, "core_pairs", "request_id", "view = 'front'", "view = 'core'", with_clock=False)
+    engine_rows = "(view = 'front' OR view = 'core' AND oid NOT IN (SELECT b FROM core_pairs))"
+    _pair(trace, "client_pairs", "shared_id", "view IN ('client', 'gateway')", engine_rows, with_clock=True)
     con.execute(sql_of(__name__, "joined"))
     con.execute(sql_of(__name__, "coverage"))
     con.execute(sql_of(__name__, "counters"), scope.parameters)
@@ -72,72 +76,105 @@ def _quote(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def _pair(trace: Trace, name: str, left: str, right: str, *, with_clock: bool) -> None:
+def _pair(trace: Trace, name: str, key: str, left: str, right: str, *, with_clock: bool) -> None:
     """Pair rows of `observed` that share an id and overlap in time, closest ends first, each row once.
 
-    `name` gets (a, b): a from `left`, b from `right`. Rounds, because where several requests have one id
-    (n > 1, or a client that repeats ids) two of them may be closest to the same other.
+    `name` gets (a, b): a from `left`, b from `right`; `name`_crowded the ids that were left out because too
+    many rows share them. Answers to one call (n > 1) end in one order for all observers. Rounds, because
+    where other requests share an id two may be closest to the same other; those equally close pair in order.
     """
     con = trace.connection
     offset = "coalesce(clock.offset_ns, 0)" if with_clock else "0"
+    place = f"""
+        row_number() OVER (same ORDER BY finished_ns, oid) AS nth, count(*) OVER same AS many,
+        max(arrival_ns) OVER same - min(arrival_ns) OVER same <= {SLACK_NS} AS together
+    """
+    same = f"WINDOW same AS (PARTITION BY instance, {key})"
+    crowd = f"GROUP BY instance, {key} HAVING count(*) > {MOST_SHARED}"
+    con.execute(
+        f"""
+        CREATE OR REPLACE TEMP TABLE {name}_crowded AS
+        SELECT instance, {key} AS id FROM observed WHERE {left} AND {key} IS NOT NULL {crowd}
+        INTERSECT SELECT instance, {key} FROM observed WHERE {right} {crowd}
+        """
+    )
     con.execute(
         f"""
         CREATE OR REPLACE TEMP TABLE candidates AS
-        SELECT a.oid AS a, b.oid AS b,
-               abs(a.finished_ns - (b.finished_ns - {offset})) + abs(coalesce(a.e2e_ns - b.e2e_ns, 0)) AS distance
-        FROM observed a
-        JOIN observed b ON a.instance = b.instance AND a.shared_id = b.shared_id
+        WITH identified AS (
+            FROM observed
+            WHERE {key} IS NOT NULL AND (instance, {key}) NOT IN (SELECT (instance, id) FROM {name}_crowded)
+        ),
+        lefts AS MATERIALIZED (SELECT *, {place} FROM identified WHERE {left} {same}),
+        rights AS MATERIALIZED (SELECT *, {place} FROM identified WHERE {right} {same})
+        SELECT a.oid AS a, b.oid AS b, abs(a.nth - b.nth) AS apart,
+               CASE WHEN apart = 0 AND a.many = b.many AND a.together AND b.together THEN -1
+                    ELSE coalesce(abs(a.finished_ns - (b.finished_ns - {offset})), {FAR_NS})
+                         + abs(coalesce(a.e2e_ns - b.e2e_ns, 0)) END AS distance
+        FROM lefts a JOIN rights b ON a.instance = b.instance AND a.{key} = b.{key}
         LEFT JOIN client_clock clock ON clock.instance = a.instance
-        WHERE {left} AND {right} AND a.identifying AND b.identifying
-          AND b.arrival_ns - {offset} <= coalesce(a.finished_ns, a.arrival_ns) + {SLACK_NS}
+        WHERE b.arrival_ns - {offset} <= coalesce(a.finished_ns, a.arrival_ns) + {SLACK_NS}
           AND coalesce(b.finished_ns, b.arrival_ns) - {offset} >= a.arrival_ns - {SLACK_NS}
         """
     )
     con.execute(f"CREATE OR REPLACE TEMP TABLE {name}(a BIGINT, b BIGINT)")
-    for _ in range(PAIRING_ROUNDS):
-        before = trace.count(name)
+    for _ in range(MOST_SHARED):
+        if not trace.count("candidates"):
+            break
         con.execute(
             f"""
             INSERT INTO {name}
-            SELECT a, b FROM candidates
-            WHERE a NOT IN (SELECT a FROM {name}) AND b NOT IN (SELECT b FROM {name})
-            QUALIFY row_number() OVER (PARTITION BY a ORDER BY distance, b) = 1
-                AND row_number() OVER (PARTITION BY b ORDER BY distance, a) = 1
+            SELECT a, b FROM (SELECT a, arg_min(b, (distance, apart, b)) AS b FROM candidates GROUP BY a)
+            JOIN (SELECT b, arg_min(a, (distance, apart, a)) AS a FROM candidates GROUP BY b) USING (a, b)
             """
         )
-        if trace.count(name) == before:
-            break
+        gone = f"a IN (SELECT a FROM {name}) OR b IN (SELECT b FROM {name})"
+        con.execute(f"DELETE FROM candidates WHERE {gone}")
     con.execute("DROP TABLE candidates")
 
 
 def _client_clock(trace: Trace) -> None:
-    """client_clock: per instance, bounds of (engine's clock - client's clock) from requests with a unique id.
+    """client_clock: per instance, bounds of (engine's clock - client's clock) from the requests both saw.
 
     A request cannot arrive before it was sent (upper bound) nor be answered after the answer was had (lower
-    bound): Paxson-style one-way bounds (SIGMETRICS 1998). The offset is 0 where 0 lies between, else the
-    middle. Crossed bounds mean that a clock stepped or drifted.
+    bound): Paxson-style one-way bounds (SIGMETRICS 1998), of all requests of an id together. The bounds are
+    those that most ids agree on (Marzullo 1984): an id that was used twice does not spoil them. The offset is
+    0 where 0 lies between, else the middle. Crossed: so few agree that a clock must have stepped or drifted.
     """
     trace.connection.execute(
-        """
+        f"""
         CREATE OR REPLACE TEMP TABLE client_clock AS
-        WITH single AS (
+        WITH sides AS (
             SELECT instance, shared_id, view IN ('client', 'gateway') AS is_client,
-                   any_value(arrival_ns) AS arrival_ns, any_value(finished_ns) AS finished_ns
+                   -- The core's times are those of its record, which comes late.
+                   coalesce(min(arrival_ns) FILTER (WHERE view <> 'core'), min(arrival_ns)) AS arrival_ns,
+                   coalesce(max(finished_ns) FILTER (WHERE view <> 'core'), max(finished_ns)) AS finished_ns
             FROM observed
-            WHERE shared_id IS NOT NULL AND view <> 'core' AND (status = 'ok' OR status IS NULL)
-            GROUP BY ALL HAVING count(*) = 1
+            WHERE shared_id IS NOT NULL AND (status = 'ok' OR status IS NULL) GROUP BY ALL
         ),
-        bounds AS (
-            SELECT instance, count(*) AS pairs,
-                   max(e.finished_ns - c.finished_ns) AS low_ns, min(e.arrival_ns - c.arrival_ns) AS high_ns
-            FROM single c JOIN single e USING (instance, shared_id)
+        pairs AS (
+            SELECT instance, e.finished_ns - c.finished_ns AS low_ns, e.arrival_ns - c.arrival_ns AS high_ns
+            FROM sides c JOIN sides e USING (instance, shared_id)
             WHERE c.is_client AND NOT e.is_client
-            GROUP BY instance
+              -- What lasted longer for the engine than for the client, but for noise, was not one request.
+              AND low_ns - high_ns <= {SLACK_NS}
+        ),
+        edges AS (
+            SELECT instance, least(low_ns, high_ns) AS at_ns, 1 AS change FROM pairs
+            UNION ALL
+            SELECT instance, greatest(low_ns, high_ns), -1 FROM pairs
+        ),
+        sweep AS (
+            SELECT instance, at_ns AS low_ns, lead(at_ns) OVER w AS high_ns, sum(change) OVER w AS agreeing
+            FROM edges
+            WINDOW w AS (PARTITION BY instance ORDER BY at_ns, change DESC ROWS UNBOUNDED PRECEDING)
         )
-        SELECT *,
+        SELECT instance, pairs, low_ns, high_ns,
                CASE WHEN low_ns <= 0 AND high_ns >= 0 THEN 0 ELSE (low_ns + high_ns) // 2 END AS offset_ns,
-               abs(high_ns - low_ns) // 2 AS error_ns,
-               low_ns > high_ns AS crossed
-        FROM bounds
+               (high_ns - low_ns) // 2 AS error_ns,
+               agreeing < {AGREEING} * pairs AS crossed
+        FROM sweep JOIN (SELECT instance, count(*) AS pairs FROM pairs GROUP BY instance) USING (instance)
+        QUALIFY row_number() OVER (
+            PARTITION BY instance ORDER BY agreeing DESC, abs(low_ns + high_ns), low_ns) = 1
         """
     )

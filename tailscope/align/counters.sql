@@ -8,7 +8,8 @@ samples AS (
            lag(m.value) OVER (PARTITION BY m.instance, m.series ORDER BY m.time_ns) AS before,
            min(m.time_ns) OVER (PARTITION BY m.instance) AS first_scrape_ns
     FROM metrics m JOIN named n USING (series)
-    WHERE n.type = 'counter' AND m.value IS NOT NULL
+    -- Prometheus' query API tells no types; by convention only counters end in _total.
+    WHERE (n.type = 'counter' OR n.type = 'unknown' AND n.name LIKE '%\_total' ESCAPE '\') AND m.value IS NOT NULL
       AND ($from_ns IS NULL OR m.time_ns >= $from_ns) AND ($to_ns IS NULL OR m.time_ns < $to_ns)
       AND ($instance IS NULL OR m.instance = $instance)
 )

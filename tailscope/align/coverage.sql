@@ -1,16 +1,17 @@
--- coverage: how much of each join succeeded. matched of total; ambiguous rows had an id too many rows share.
+-- coverage: how much of each join succeeded. matched of total; ambiguous rows had an id that too many rows share.
 CREATE OR REPLACE TEMP TABLE coverage AS
 WITH span AS (SELECT instance, engine, min(start_ns) AS first_ns, max(end_ns) AS last_ns FROM steps GROUP BY ALL)
 SELECT 'client request → engine request' AS "join",
        count(*) FILTER (WHERE oid IN (SELECT a FROM client_pairs)) AS matched,
        count(*) AS total,
-       count(*) FILTER (WHERE NOT identifying) AS ambiguous
+       count(*) FILTER (WHERE (instance, shared_id) IN (SELECT (instance, id) FROM client_pairs_crowded)) AS ambiguous
 FROM observed
 -- The engine cannot have seen what was refused or never arrived; what the client gave up is survivorship's.
 WHERE view IN ('client', 'gateway') AND (status = 'ok' OR status IS NULL) AND request_id IS NOT NULL
+  AND instance IN (SELECT instance FROM observed WHERE view IN ('front', 'core'))
 UNION ALL
 SELECT 'engine span → stat logger', count(*) FILTER (WHERE oid IN (SELECT a FROM core_pairs)), count(*),
-       count(*) FILTER (WHERE NOT identifying)
+       count(*) FILTER (WHERE (instance, request_id) IN (SELECT (instance, id) FROM core_pairs_crowded))
 FROM observed
 WHERE view = 'front' AND EXISTS (FROM observed WHERE view = 'core')
 UNION ALL

@@ -3,7 +3,7 @@
 CREATE OR REPLACE TEMP TABLE observed AS
 WITH rows AS (
     SELECT
-        *,
+        * REPLACE (coalesce(instance, '') AS instance),
         -- Of an unfinished request only the limit tells how long it was going to be.
         CASE WHEN status IN ('unfinished', 'aborted') THEN coalesce(max_tokens, output_tokens)
              ELSE output_tokens END AS expected_tokens
@@ -24,7 +24,5 @@ SELECT
          ELSE coalesce(observer, 'front') END AS view,
     -- vLLM appends the prompt's index to the id of a completion; the client never sees it.
     CASE WHEN observer = 'engine' THEN regexp_replace(request_id, '^(cmpl-.*)-[0-9]+$', '\1')
-         ELSE request_id END AS shared_id,
-    -- Ids that very many rows share identify nothing, and joining on them would be quadratic.
-    count(*) OVER (PARTITION BY instance, observer, request_id) <= 64 AS identifying
+         ELSE request_id END AS shared_id
 FROM rows;

@@ -2,26 +2,41 @@
 -- sources tell of the same time of an engine, the precise one wins.
 -- A step after an idle engine starts when it is known to have started, else as long before its end as the
 -- engine says it took: the idle time between is nobody's.
+-- Of two steps that end together the one listed first takes the time.
 CREATE OR REPLACE TEMP TABLE steps AS
-WITH precise AS (
+WITH named AS (
+    SELECT coalesce(instance, '') AS instance, engine FROM iterations WHERE engine IS NOT NULL
+    UNION
+    SELECT coalesce(instance, ''), engine FROM requests WHERE engine IS NOT NULL
+),
+sole AS (SELECT instance, any_value(engine) AS engine FROM named GROUP BY instance HAVING count(*) = 1),
+told AS (
+    -- A source that names no engine tells of the only one that others name.
+    SELECT i.* REPLACE (coalesce(i.instance, '') AS instance, coalesce(i.engine, sole.engine) AS engine)
+    FROM iterations i LEFT JOIN sole ON sole.instance = coalesce(i.instance, '')
+    WHERE i.end_ns IS NOT NULL AND ($instance IS NULL OR coalesce(i.instance, '') = $instance)
+),
+precise AS (
     SELECT instance, engine, min(end_ns) AS first_ns, max(end_ns) AS last_ns
-    FROM iterations WHERE time_error_ns IS NULL GROUP BY ALL
+    FROM told WHERE time_error_ns IS NULL GROUP BY ALL
 ),
 chosen AS (
-    SELECT i.*
-    FROM iterations i LEFT JOIN precise p ON i.instance = p.instance AND i.engine IS NOT DISTINCT FROM p.engine
-    WHERE i.end_ns IS NOT NULL
-      AND ($instance IS NULL OR i.instance = $instance)
-      AND (i.time_error_ns IS NULL OR p.first_ns IS NULL
-           -- Log lines have 1 s resolution.
-           OR i.end_ns < p.first_ns - 1000000000 OR i.end_ns > p.last_ns + 1000000000)
+    SELECT t.*
+    FROM told t LEFT JOIN precise p ON t.instance = p.instance AND t.engine IS NOT DISTINCT FROM p.engine
+    WHERE t.time_error_ns IS NULL OR p.first_ns IS NULL
+       -- Log lines have 1 s resolution.
+       OR t.end_ns < p.first_ns - 1000000000 OR t.end_ns > p.last_ns + 1000000000
 ),
 ordered AS (
     SELECT
         *,
         lag(end_ns) OVER w AS previous_end_ns,
-        lag(running) OVER w + coalesce(lag(waiting) OVER w, 0) + coalesce(lag(deferred) OVER w, 0) AS left_over
-    FROM chosen WINDOW w AS (PARTITION BY instance, engine ORDER BY end_ns, iteration)
+        -- An engine that counts from the start again has nothing left over.
+        CASE WHEN iteration < lag(iteration) OVER w THEN 0
+             ELSE lag(running) OVER w + coalesce(lag(waiting) OVER w, 0) + coalesce(lag(deferred) OVER w, 0)
+             END AS left_over
+    FROM chosen
+    WINDOW w AS (PARTITION BY instance, engine ORDER BY end_ns, iteration, prefill_tokens, decode_requests, elapsed_ns)
 ),
 placed AS (
     SELECT
@@ -35,7 +50,8 @@ placed AS (
     FROM ordered
 )
 SELECT
-    row_number() OVER (ORDER BY instance, engine, end_ns, iteration) - 1 AS k,
+    row_number() OVER (
+        ORDER BY instance, engine, end_ns, least(tile_start_ns, end_ns), iteration, prefill_tokens) - 1 AS k,
     instance, engine, iteration, source,
     least(tile_start_ns, end_ns) AS start_ns, end_ns, greatest(end_ns - tile_start_ns, 0) AS tile_ns,
     elapsed_ns, coalesce(time_error_ns, 0) AS time_error_ns,

@@ -34,6 +34,8 @@ COMPONENTS: dict[str, str] = {
     "decode": "decode at the batch's normal cost",
     "others_prefill_in_decode": "others' prefill in the steps of its decode",
     "preempted": "preempted, waiting to be scheduled again",
+    "prefill_phase": "prefill as the engine measured it; no steps are known that would say what it held",
+    "decode_phase": "decode as the engine or client measured it; no steps are known that would say what it held",
     "unexplained": "measured, but no evidence says why",
 }
 
@@ -307,42 +309,49 @@ def _write_phases_only(trace: Trace, r: dict[str, Any], culprits: tuple[str, ...
     lines.place("wait", wait, {}, "frontend")
     lines.place("queue", queue, {}, "queue")
     # Without its parts, all of TTFT is one phase of which nothing is known.
-    lines.place("prefill", prefill, {("own_prefill", None): np.where(known, prefill / 1e9, 0.0)}, "unexplained")
-    lines.place("decode", decode, {("decode", None): decode / 1e9}, "unexplained")
+    lines.place("prefill", prefill, {("prefill_phase", None): np.where(known, prefill / 1e9, 0.0)}, "unexplained")
+    lines.place("decode", decode, {}, "decode_phase")
 
 
 def write_gap_bills(trace: Trace, ledger: Ledger, gaps: pa.Table) -> None:
     """Fill `gap_lines` for token gaps: columns id, instance, engine, start_ns, end_ns (engine's clock), preempted."""
     con = trace.connection
     con.register("asked_gaps", gaps)
-    for (instance, engine), time in ledger.times.items():
+    for instance, engine in con.execute("SELECT DISTINCT instance, engine FROM asked_gaps ORDER BY ALL").fetchall():
         g = con.execute(
             "SELECT id, start_ns, end_ns, preempted FROM asked_gaps "
             "WHERE instance = $instance AND engine IS NOT DISTINCT FROM $engine ORDER BY id",
             {"instance": instance, "engine": engine},
         ).fetchnumpy()
-        if not len(g["id"]):
-            continue
-        start_ns, end_ns = np.asarray(g["start_ns"], np.int64), np.asarray(g["end_ns"], np.int64)
-        start, end = Place(time.steps, start_ns), Place(time.steps, end_ns)
         lines = _Lines(trace, "gap_lines", np.asarray(g["id"], np.int64), ledger.culprits)
-        stalled = np.asarray(g["preempted"], bool) & (time.between(time.count, start, end) >= MIN_STALL_STEPS)
-        last_step = np.clip(end.boundary() - 1, 0, len(time.steps.start_ns) - 1)
-        resumed = Place(time.steps, np.maximum(start_ns, time.steps.start_ns[last_step]))
-        busy_stalled = np.where(stalled, time.between(time.busy, start, resumed), 0.0)
-        # Of a stalled gap only the step that ends it is decode.
-        decode_from = Place(time.steps, np.where(stalled, np.maximum(start_ns, time.steps.start_ns[last_step]), start_ns))
-        lines.place(
-            "decode",
-            end_ns - start_ns,
-            {
-                ("decode", None): time.between(time.base, decode_from, end),
-                **_others_prefill("others_prefill_in_decode", time, decode_from, end),
-                **_by_holder(time, "preempted", busy_stalled, start, resumed),
-            },
-            "unexplained",
-        )
+        start_ns, end_ns = np.asarray(g["start_ns"], np.int64), np.asarray(g["end_ns"], np.int64)
+        time = ledger.times.get((instance, engine))
+        if time is None:
+            lines.place("decode", end_ns - start_ns, {}, "decode_phase")
+        else:
+            _write_gaps(lines, time, start_ns, end_ns, np.asarray(g["preempted"], bool))
     con.unregister("asked_gaps")
+
+
+def _write_gaps(lines: _Lines, time: EngineTime, start_ns: Ints, end_ns: Ints, preempted: NDArray[np.bool_]) -> None:
+    start, end = Place(time.steps, start_ns), Place(time.steps, end_ns)
+    stalled = preempted & (time.between(time.count, start, end) >= MIN_STALL_STEPS)
+    # Of a stalled gap only the step that ends it is decode.
+    last_step = np.clip(end.boundary() - 1, 0, len(time.steps.start_ns) - 1)
+    resumed_ns = np.maximum(start_ns, time.steps.start_ns[last_step])
+    resumed = Place(time.steps, resumed_ns)
+    decode_from = Place(time.steps, np.where(stalled, resumed_ns, start_ns))
+    stall = np.where(stalled, time.between(time.busy, start, resumed), 0.0)
+    lines.place(
+        "decode",
+        end_ns - start_ns,
+        {
+            ("decode", None): time.between(time.base, decode_from, end),
+            **_others_prefill("others_prefill_in_decode", time, decode_from, end),
+            **_by_holder(time, "preempted", stall, start, resumed),
+        },
+        "unexplained",
+    )
 
 
 def _phases(r: dict[str, Any]) -> tuple[Ints, Ints, Ints, Ints]:

@@ -1,0 +1,144 @@
+"""The reference pages in `docs/`, made from the tables, rules and collectors themselves.
+
+`python -m tailscope.render.reference` writes them; with `--check` it writes nothing and exits with 1 where a
+page is out of date.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tailscope import registry
+from tailscope.model import Collector, Rule
+from tailscope.schema import TABLES, Table
+from tailscope.store import SQL_TYPES
+
+COMMAND = "python -m tailscope.render.reference"
+FOLDER = Path("docs")
+
+
+def pages() -> dict[str, str]:
+    """Every generated page: file name in `docs/` to its content."""
+    collectors = registry.collectors()
+    return {
+        "tables.md": tables_page(TABLES, collectors),
+        "rules.md": rules_page([rule for rule, _ in registry.rules()]),
+        "collectors.md": collectors_page(collectors),
+    }
+
+
+def out_of_date(folder: Path) -> list[str]:
+    """Names of pages that are missing in `folder` or say something else."""
+    return [name for name, text in pages().items() if _read(folder / name) != text]
+
+
+def tables_page(tables: Sequence[Table], collectors: Sequence[Collector]) -> str:
+    parts = [
+        _head("Tables of a trace", "tailscope/schema.py"),
+        "A trace is a folder of Parquet files, one sub-folder a table. Times are nanoseconds since the Unix "
+        "epoch, durations nanoseconds. Unknown is NULL, never 0. Types are DuckDB's.\n",
+        '```sh\ntailscope query trace.parquet "SELECT status, count(*) FROM requests GROUP BY status"\n```\n',
+    ]
+    parts += [_table_section(table, collectors) for table in tables]
+    return "\n".join(parts)
+
+
+def _table_section(table: Table, collectors: Sequence[Collector]) -> str:
+    filled = [f"`{c.name}`" for c in collectors if table in c.tables]
+    by = "`ingest` itself" if table.name == "sources" else ", ".join(filled)
+    rows = [(f"`{c.name}`", SQL_TYPES[str(c.type)], c.unit, c.doc) for c in table.columns]
+    return "\n".join(
+        [
+            f"## {table.name}\n",
+            f"One row per {table.row}. {f'Filled by {by}' if by else 'No collector fills it yet'}. "
+            f"Sorted by {', '.join(table.sort)}.\n",
+            _grid(("column", "type", "unit", "meaning"), rows),
+        ]
+    )
+
+
+def rules_page(rules: Sequence[Rule]) -> str:
+    parts = [
+        _head("Rules", "rules/"),
+        "`tailscope diagnose` runs every rule. Each says of a trace: *found*, *clear*, *inconclusive*, "
+        "*no-data* or *failed*, and why. `tailscope rules NAME` prints one of these sections.\n",
+        _grid(("rule", "what it looks for"), [(f"[{r.name}](#{r.name})", r.summary) for r in rules]),
+    ]
+    return "\n".join([*parts, *(_rule_section(rule) for rule in rules)])
+
+
+def _rule_section(rule: Rule) -> str:
+    thresholds = [(f"`{t.name}`", f"{t.value:g}", t.unit, t.why) for t in rule.thresholds]
+    remedies = [
+        f"{number}. {r.do}: {r.flag}. Exists in: {r.versions}. Cost: {r.cost}."
+        for number, r in enumerate(rule.remedies, 1)
+    ]
+    return "\n".join(
+        [
+            f"## {rule.name}\n",
+            f"{rule.summary}\n",
+            f"**Why it hurts.** {rule.why}\n",
+            f"**Needs.** {_sentence(rule.missing.removeprefix('needs '))}\n",
+            "**Decides by.**\n",
+            _grid(("threshold", "value", "unit", "why this value"), thresholds),
+            "**Remedies**, the least invasive first.\n",
+            *remedies,
+            "\n**Would confirm it.**\n",
+            *(f"- {_sentence(text)}" for text in rule.confirm_by),
+            "",
+        ]
+    )
+
+
+def collectors_page(collectors: Sequence[Collector]) -> str:
+    rows = [
+        (f"`{c.name}`", c.reads, ", ".join(f"[{t.name}](tables.md#{t.name})" for t in c.tables))
+        for c in collectors
+    ]
+    return "\n".join(
+        [
+            _head("Collectors", "collectors/"),
+            "`tailscope ingest` takes files and folders, plain, gzip or zstd, and recognises each file by its "
+            "content, not by its name. A file that no collector recognises is skipped, which is said; records "
+            "that cannot be used are counted, with the reason.\n",
+            _grid(("collector", "reads", "fills"), rows),
+        ]
+    )
+
+
+def _head(title: str, origin: str) -> str:
+    return f"<!-- Made from {origin} by `{COMMAND}`. Do not edit. -->\n\n# {title}\n"
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:].rstrip(".") + "."
+
+
+def _grid(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+def _read(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8") if path.is_file() else None
+
+
+def main(arguments: Sequence[str]) -> int:
+    if arguments not in ([], ["--check"]):
+        print(f"usage: {COMMAND} [--check]", file=sys.stderr)
+        return 2
+    if arguments:
+        stale = out_of_date(FOLDER)
+        for name in stale:
+            print(f"{FOLDER / name} is out of date; run: {COMMAND}", file=sys.stderr)
+        return 1 if stale else 0
+    FOLDER.mkdir(exist_ok=True)
+    for name, text in pages().items():
+        (FOLDER / name).write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,150 @@
+"""The commands as a user calls them: what they print, and with which status they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+from real import EXAMPLE
+
+from tailscope.render.as_json import schema
+
+
+def tailscope(*args: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "tailscope", *map(str, args)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        timeout=120,
+        env={**os.environ, "NO_COLOR": "1", "COLUMNS": "140"},
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cli") / "trace.parquet"
+    done = tailscope("ingest", EXAMPLE, "-o", path)
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+def test_ingest_accounts_for_every_file(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for name, content in {
+        "empty.json": "",
+        "notes.txt": "hello",
+        "spans.json": '{"resourceSpans": []}',
+        "evil\x1b[31m.bin": "\x00\x01\x02",
+    }.items():
+        (tmp_path / "in" / name).write_text(content)
+    (tmp_path / "in" / "client.jsonl").write_bytes(subprocess.check_output(["gzip", "-dc", EXAMPLE / "client.jsonl.gz"]))
+    done = tailscope("ingest", tmp_path / "in", "-o", tmp_path / "t.parquet")
+    assert done.returncode == 0, done.stderr
+    assert "skipped, empty: empty.json" in done.stdout
+    assert "notes.txt" in done.stdout
+    assert "223 requests, 23,594 tokens" in done.stdout
+    assert "\x1b" not in done.stdout
+    again = tailscope("ingest", tmp_path / "in", "-o", tmp_path / "t.parquet")
+    assert again.returncode == 0
+    assert "already in the trace" in again.stdout
+    assert "0 rows of 0 file(s) added" in again.stdout
+
+
+def test_ingest_of_no_telemetry_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    done = tailscope("ingest", tmp_path / "notes.txt", "-o", tmp_path / "t.parquet")
+    assert done.returncode == 2
+    assert "nothing was ingested" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["diagnose", "no-such.parquet"], "no such trace"),
+        (["ingest", "no-such-folder"], "no such file or folder"),
+        (["diagnose", "TRACE", "--slo", "nonsense"], "write CLASS:METRIC=SECONDS"),
+        (["diagnose", "TRACE", "--from", "yesterday"], "write it as 2026-"),
+        (["diagnose", "TRACE", "--last", "5 weeks"], "write 30s, 15m, 2h or 1d"),
+        (["diagnose", "TRACE", "--last", "5m", "--from", "2026-11-29"], "--last goes without"),
+        (["diagnose", "TRACE", "--instance", "nobody"], "not in the trace"),
+        (["diagnose", "TRACE", "--config", "no-such.toml"], "cannot read the configuration"),
+        (["diagnose", "TRACE", "--memory-limit", "lots"], "--memory-limit"),
+        (["rules", "no-such-rule"], "rules are hol-coupling"),
+        (["query", "TRACE", "DROP TABLE requests"], "SELECT"),
+        (["query", "TRACE", "SELECT nothing FROM requests"], "nothing"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_status_2(trace: Path, tmp_path: Path, args: list[str], message: str) -> None:
+    done = tailscope(*[str(trace) if a == "TRACE" else a for a in args], cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_diagnose_prints_the_findings_and_says_what_to_change(trace: Path) -> None:
+    done = tailscope("diagnose", trace)
+    assert done.returncode == 0
+    out = done.stdout
+    assert out.startswith("FOUND  ")
+    positions = [out.index(part) for part in ("HIGH  KV cache ran out", "HIGH  Requests of class <512 wait behind")]
+    assert positions == sorted(positions)
+    for part in ("--max-num-batched-tokens", "--max-num-seqs", "3 aborted", "evidence", "against", "confirm"):
+        assert part in out
+
+
+def test_json_keeps_its_schema(trace: Path) -> None:
+    done = tailscope("diagnose", trace, "--format", "json")
+    document = json.loads(done.stdout)
+    jsonschema.validate(document, schema())
+    assert document["verdict"]["status"] == "found"
+    assert [f["rule"] for f in document["findings"]] == ["preemption-storm", "hol-coupling"]
+    assert {c["rule"] for c in document["checks"]} == {"hol-coupling", "preemption-storm"}
+
+
+def test_fail_on(trace: Path) -> None:
+    assert tailscope("diagnose", trace, "--fail-on", "high").returncode == 3
+    quiet = ("--from", "2026-11-29T14:42:30", "--fail-on", "low")
+    assert tailscope("diagnose", trace, *quiet).returncode == 0
+
+
+def test_last_counts_from_the_end_of_the_trace(trace: Path) -> None:
+    done = tailscope("diagnose", trace, "--last", "30s", "--format", "json")
+    document = json.loads(done.stdout)
+    assert document["trace"]["first_ns"] >= 1_795_963_360_000_000_000
+    assert document["findings"] == []
+
+
+def test_query(trace: Path) -> None:
+    done = tailscope("query", trace, "SELECT status, count(*) AS n FROM requests GROUP BY ALL ORDER BY n DESC", "--format", "csv")
+    assert done.stdout.splitlines()[:2] == ["status,n", "ok,775"]
+
+
+def test_rules_lists_and_explains() -> None:
+    listed = tailscope("rules")
+    assert "hol-coupling" in listed.stdout
+    explained = tailscope("rules", "preemption-storm")
+    assert "why it hurts" in explained.stdout
+    assert "--max-num-seqs" in explained.stdout
+
+
+def test_version_and_help() -> None:
+    assert tailscope("--version").stdout.strip()
+    shown = tailscope("--help")
+    assert shown.returncode == 0
+    for command in ("ingest", "diagnose", "query", "rules", "demo"):
+        assert command in shown.stdout
+
+
+def test_demo_prints_a_diagnosis_from_anywhere(tmp_path: Path) -> None:
+    done = tailscope("demo", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "259 requests" in done.stdout
+    assert "HIGH  Requests of class <512 wait behind the prefill of class <8k" in done.stdout
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,266 @@
+"""The whole chain on real captures, against what is known to have happened in them."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from real import CAPTURES, CORPUS, EXAMPLE, needs_captures, needs_corpus
+
+from tailscope.align import Scope
+from tailscope.config import Config, parse, parse_slo
+from tailscope.engine import diagnose
+from tailscope.ingest import ingest
+from tailscope.model import ClassRow, Diagnosis, Finding
+from tailscope.render.as_json import as_dict, schema
+from tailscope.source import Options
+from tailscope.store import Trace
+
+SECOND = 1_000_000_000
+#: Phase A of the example: short requests and four long prefills. Phase B: a burst that does not fit the KV cache.
+PHASE_A = Scope(1_795_963_214 * SECOND, 1_795_963_264 * SECOND)
+PHASE_B = Scope(1_795_963_264 * SECOND, 1_795_963_303 * SECOND)
+
+PREEMPTED = {
+    "cmpl-A-short-0119-0", "cmpl-A-pfx-0131-0", "cmpl-A-short-0121-0", "chatcmpl-A-chat-0120",
+    *(f"cmpl-B-burst-{i:04d}-0" for i in range(160, 185)),
+}  # fmt: skip
+
+
+def traced(source: Path, folder: Path) -> Path:
+    trace = folder / "trace.parquet"
+    ingest([source], trace, config=Config(), options=Options())
+    return trace
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return traced(EXAMPLE, tmp_path_factory.mktemp("example"))
+
+
+def judged(path: Path, scope: Scope | None = None, config: Config | None = None) -> Diagnosis:
+    with Trace(path) as trace:
+        diagnosis = diagnose(trace, config or Config(), scope)
+    jsonschema.validate(as_dict(diagnosis), schema())
+    assert not [check for check in diagnosis.checks if check.status == "failed"]
+    return diagnosis
+
+
+def finding(diagnosis: Diagnosis, rule: str) -> Finding:
+    (found,) = [f for f in diagnosis.findings if f.rule == rule]
+    return found
+
+
+def row(diagnosis: Diagnosis, klass: str, metric: str) -> ClassRow:
+    (found,) = [r for r in diagnosis.classes if (r.klass, r.metric) == (klass, metric)]
+    return found
+
+
+def status(diagnosis: Diagnosis, rule: str) -> str:
+    (found,) = [c.status for c in diagnosis.checks if c.rule == rule]
+    return found
+
+
+def trust(diagnosis: Diagnosis, check: str) -> list[tuple[str, str]]:
+    return [(t.status, t.detail) for t in diagnosis.trust if t.check == check]
+
+
+def test_both_findings_and_nothing_else(example: Path) -> None:
+    diagnosis = judged(example)
+    assert diagnosis.verdict.status == "found"
+    assert {(f.rule, f.status) for f in diagnosis.findings if f.severity in ("high", "medium")} == {
+        ("hol-coupling", "found"),
+        ("preemption-storm", "found"),
+    }
+
+
+def test_each_request_span_counts_once_though_three_encodings_lie_in_the_folder(example: Path) -> None:
+    with Trace(example) as trace:
+        spans = trace.rows("SELECT count(*) AS n, count(DISTINCT span_id) AS ids FROM requests WHERE span_id IS NOT NULL")
+        assert spans == [{"n": 259, "ids": 259}]
+        duplicates = trace.rows("SELECT sum(rows_duplicate)::BIGINT AS n FROM sources WHERE kind = 'otlp'")
+        assert duplicates == [{"n": 259}]
+
+
+def test_says_which_requests_were_preempted(example: Path) -> None:
+    with Trace(example) as trace:
+        diagnose(trace, Config())
+        rows = trace.rows("SELECT request_id, preemptions FROM joined WHERE preemptions > 0")
+    assert {r["request_id"] for r in rows} == PREEMPTED
+    assert {r["preemptions"] for r in rows} == {1}
+
+
+def test_observers_are_joined(example: Path) -> None:
+    with Trace(example) as trace:
+        diagnose(trace, Config())
+        coverage = {r["join"]: (r["matched"], r["total"], r["ambiguous"]) for r in trace.rows("SELECT * FROM coverage")}
+        unseen = trace.rows("SELECT status, count(*) AS n FROM joined WHERE NOT engine_saw GROUP BY status ORDER BY status")
+    assert coverage == {
+        "client request → engine request": (217, 217, 0),
+        "engine span → stat logger": (259, 259, 0),
+        "request → iterations": (259, 259, 0),
+    }
+    # Three aborts and three refused requests left no span.
+    assert unseen == [{"status": "aborted", "n": 3}, {"status": "error", "n": 3}]
+
+
+def test_three_aborts_are_missing_from_the_tail_and_that_is_said(example: Path) -> None:
+    ((level, detail),) = trust(judged(example), "survivorship")
+    assert level == "warn"
+    assert "3 aborted" in detail
+    assert "6 of them in no span" in detail
+
+
+def test_phase_a_couples_short_requests_to_long_prefills(example: Path) -> None:
+    diagnosis = judged(example, PHASE_A)
+    coupling = finding(diagnosis, "hol-coupling")
+    assert (coupling.status, coupling.severity) == ("found", "high")
+    assert coupling.culprit.id == "<8k"
+    assert coupling.culprit.detail["longest_prompt_tokens"] == 7400
+    assert [v.id for v in coupling.victims] == ["<512"]
+    numbers: dict[str, Any] = next(e.data for e in coupling.evidence if "coupled_p50_s" in e.data)
+    # Known from the client's log: p50 4.81 s for those that overlap a long prefill, 0.074 s for the others.
+    assert numbers["coupled_p50_s"] == pytest.approx(4.8, abs=0.2)
+    assert numbers["uncoupled_p50_s"] == pytest.approx(0.074, abs=0.02)
+    assert numbers["coupled"] == pytest.approx(78, abs=6)
+    assert numbers["coupled"] + numbers["uncoupled"] == row(diagnosis, "<512", "TTFT").n
+
+
+def test_phase_b_is_a_kv_squeeze(example: Path) -> None:
+    diagnosis = judged(example, PHASE_B)
+    storm = finding(diagnosis, "preemption-storm")
+    assert (storm.status, storm.severity) == ("found", "high")
+    assert not [f for f in diagnosis.findings if f.rule == "hol-coupling" and f.severity in ("high", "medium")]
+    stalled: dict[str, Any] = next(e.data for e in storm.evidence if "stalled_requests" in e.data)
+    assert stalled["stalled_requests"] == 25
+    # The longest gap between two tokens of a request was 19.3 s; the step that ended it is not part of the wait.
+    assert stalled["longest_s"] == pytest.approx(19.1, abs=0.4)
+
+
+def test_stalls_are_nobodys_who_was_not_preempted(example: Path) -> None:
+    with Trace(example) as trace:
+        diagnose(trace, Config())
+        rows = trace.rows(
+            "SELECT DISTINCT j.request_id FROM bill_lines l JOIN joined j ON j.rid = l.id WHERE l.component = 'preempted'"
+        )
+    assert {r["request_id"] for r in rows} <= PREEMPTED
+
+
+def test_bills_sum_to_the_measured_latency(example: Path) -> None:
+    with Trace(example) as trace:
+        diagnose(trace, Config())
+        wrong = trace.rows(
+            """
+            SELECT j.rid, j.request_id, j.e2e_ns, j.ttft_ns, sum(l.ns) AS billed, min(l.ns) AS least,
+                   sum(l.ns) FILTER (WHERE l.place <> 'decode') AS billed_ttft
+            FROM joined j JOIN bill_lines l ON l.id = j.rid WHERE j.billed GROUP BY ALL
+            HAVING billed <> j.e2e_ns OR coalesce(billed_ttft, 0) <> j.ttft_ns OR least < 0
+            """
+        )
+        billed = trace.rows("SELECT count(DISTINCT id) AS n FROM bill_lines")
+    assert wrong == []
+    assert billed == [{"n": 259}]
+
+
+def test_little_of_the_tail_is_unexplained(example: Path) -> None:
+    diagnosis = judged(example)
+    for metric in ("TTFT", "TPOT", "E2E", "ITL"):
+        tail = row(diagnosis, "<512", metric)
+        assert tail.excess_s is not None
+        assert sum(tail.excess.values()) == pytest.approx(tail.excess_s)
+        assert abs(tail.excess.get("unexplained", 0.0)) < 0.1 * tail.excess_s
+
+
+def test_too_few_samples_give_no_p99(example: Path) -> None:
+    diagnosis = judged(example)
+    short, long = row(diagnosis, "<512", "TTFT"), row(diagnosis, "<8k", "TTFT")
+    assert (short.p99_s, short.ci99_s, short.reason) == (None, None, "too-few-samples")
+    assert short.p50_s is not None
+    assert (long.n, long.p50_s, long.tail_rule, long.reason) == (5, None, None, "too-few-samples")
+
+
+def test_slo_and_classes_of_the_configuration(example: Path) -> None:
+    config = parse(
+        {
+            "class": [{"name": "chat", "where": {"prompt_tokens": [0, 1000]}}, {"name": "documents"}],
+            "slo": {"chat": {"ttft_p50_s": 0.1}},
+        }
+    )
+    diagnosis = judged(example, config=config)
+    assert {r.klass for r in diagnosis.classes} == {"chat", "documents"}
+    assert row(diagnosis, "chat", "TTFT").slo_broken
+    kept = replace(config, slos=(parse_slo("chat:ttft_p50_s=100"),))
+    assert not row(judged(example, config=kept), "chat", "TTFT").slo_broken
+
+
+def test_an_instance_or_class_can_be_picked(example: Path) -> None:
+    assert {r.klass for r in judged(example, Scope(klass="<512")).classes} == {"<512"}
+    empty = judged(example, Scope(to_ns=1))
+    assert empty.verdict.status == "no-data"
+
+
+@needs_captures
+def test_a_quiet_run_stays_quiet(tmp_path: Path) -> None:
+    """A long pause of the profiler and a slow first step are in it; no coupling, preemption or KV finding."""
+    diagnosis = judged(traced(CAPTURES / "vllm-cpu" / "run5-dense-ngram-spec", tmp_path))
+    assert diagnosis.findings == ()
+    assert diagnosis.verdict.status == "nothing"
+    assert {c.status for c in diagnosis.checks} == {"clear"}
+    assert trust(diagnosis, "unexplained")[0][0] == "fail"
+
+
+@needs_captures
+@pytest.mark.parametrize("run", ["run2-moe-tp2", "run3-moe-dp2-ep2-patched"])
+def test_slow_ranks_are_not_taken_for_coupling_or_preemption(tmp_path: Path, run: str) -> None:
+    diagnosis = judged(traced(CAPTURES / "vllm-cpu" / run, tmp_path))
+    assert [f for f in diagnosis.findings if f.severity in ("high", "medium")] == []
+
+
+@needs_captures
+@pytest.mark.parametrize(("run", "failed"), [("fail-moe-dp2-noallgatherv", 39), ("fail-moe-tp2-ep-segfault", 25)])
+def test_a_failed_server_gets_no_latency_verdict(tmp_path: Path, run: str, failed: int) -> None:
+    diagnosis = judged(traced(CAPTURES / "vllm-cpu" / run, tmp_path))
+    assert diagnosis.verdict.status == "inconclusive"
+    assert diagnosis.verdict.text.startswith(f"No latency verdict: {failed} of {failed} requests failed")
+    assert diagnosis.findings == ()
+    assert trust(diagnosis, "survivorship")[0][0] == "fail"
+
+
+@needs_corpus
+def test_a_p99_above_the_last_bucket_is_no_number(tmp_path: Path) -> None:
+    diagnosis = judged(traced(CORPUS / "transcribed" / "sglang", tmp_path))
+    ttft = row(diagnosis, "all", "TTFT")
+    assert (ttft.p99_s, ttft.range99_s, ttft.n) == (None, (30.0, None), 11_008)
+    assert "p99 TTFT is > 30 s" in diagnosis.verdict.text
+    assert diagnosis.verdict.status == "inconclusive"
+
+
+#: Parts of the example's telemetry, and what each rule may say from them.
+PARTS = {
+    "spans": (["otlp"], {"hol-coupling": "inconclusive", "preemption-storm": "no-data"}),
+    "spans and log": (["otlp", "server.log.gz"], {"hol-coupling": "found", "preemption-storm": "no-data"}),
+    "stat logger": (
+        ["statlogger_engine0_pid29933.jsonl.gz"],
+        {"hol-coupling": "found", "preemption-storm": "found"},
+    ),
+    "client": (["client.jsonl.gz"], {"hol-coupling": "inconclusive", "preemption-storm": "no-data"}),
+    "bench": (["bench"], {"hol-coupling": "no-data", "preemption-storm": "no-data"}),
+    "metrics": (["metrics.txt.gz"], {"hol-coupling": "no-data", "preemption-storm": "inconclusive"}),
+    "log": (["server.log.gz"], {"hol-coupling": "no-data", "preemption-storm": "no-data"}),
+}
+
+
+@pytest.mark.parametrize("part", sorted(PARTS))
+def test_less_telemetry_decides_less_and_says_what_is_missing(tmp_path: Path, part: str) -> None:
+    names, expected = PARTS[part]
+    source = tmp_path / "run"
+    source.mkdir()
+    for name in names:
+        (shutil.copytree if (EXAMPLE / name).is_dir() else shutil.copy2)(EXAMPLE / name, source / name)
+    diagnosis = judged(traced(source, tmp_path))
+    assert {c.rule: c.status for c in diagnosis.checks} == expected
+    assert diagnosis.missing

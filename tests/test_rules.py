@@ -1,0 +1,108 @@
+"""Every case of `tests/rules/RULE.yaml` through its rule's query and decision: rows of views in, findings out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import yaml
+
+from tailscope import registry
+from tailscope.config import Config
+from tailscope.engine import diagnose, judge
+from tailscope.model import Decision, Finding
+from tailscope.parts import SourceWriter
+from tailscope.schema import EVENTS
+from tailscope.store import Trace
+
+RULES = {rule.name: (rule, sql) for rule, sql in registry.rules()}
+FOLDER = Path(__file__).parent / "rules"
+CASES = [
+    (path.stem, name, case)
+    for path in sorted(FOLDER.glob("*.yaml"))
+    for name, case in yaml.safe_load(path.read_text(encoding="utf-8")).items()
+]
+VIEWS = ("class_rows", "coupling", "excess", "steps", "joined", "bill_lines", "counters", "histograms")
+#: What a row is unless the case says otherwise.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "class_rows": {"observer": "engine", "basis": "requests", "slo_broken": False},
+    "joined": {"billed": True, "engine_saw": True, "status": "ok", "instance": "a"},
+    "coupling": {"n": 1000, "n_eff": 500, "culprit_requests": 5},
+    "steps": {"instance": "a"},
+}
+
+
+@pytest.fixture(scope="module")
+def views(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trace]:
+    """A trace without requests, diagnosed: every view exists, empty and typed."""
+    path = tmp_path_factory.mktemp("rules") / "empty.parquet"
+    with SourceWriter(path, "0" * 16) as writer:
+        writer.write(EVENTS, EVENTS.batch({"instance": ["a"], "time_ns": [1], "kind": ["restart"]}))
+        writer.commit({"kind": "test"})
+    with Trace(path) as trace:
+        diagnose(trace, Config())
+        yield trace
+
+
+def run(trace: Trace, rule: str, case: dict[str, Any]) -> Decision:
+    for view in VIEWS:
+        trace.connection.execute(f"DELETE FROM {view}")
+        rows = [{**DEFAULTS.get(view, {}), **row} for row in case.get(view, [])]
+        for row in rows:
+            trace.connection.register("case_row", pa.Table.from_pylist([row]))
+            trace.connection.execute(f"INSERT INTO {view} BY NAME SELECT * FROM case_row")
+            trace.connection.unregister("case_row")
+    return judge(trace, *RULES[rule])
+
+
+def shown(finding: Finding, keys: set[str]) -> dict[str, Any]:
+    values = {
+        "status": finding.status,
+        "severity": finding.severity,
+        "basis": finding.basis,
+        "culprit": finding.culprit.id,
+        "victims": [victim.id for victim in finding.victims],
+        "share_of_tail": finding.share_of_tail,
+        "window_ns": None if finding.window_ns is None else list(finding.window_ns),
+    }
+    return {key: values[key] for key in keys}
+
+
+@pytest.mark.parametrize(("rule", "name", "case"), CASES, ids=[f"{rule}: {name}" for rule, name, _ in CASES])
+def test_case(views: Trace, rule: str, name: str, case: dict[str, Any]) -> None:
+    decision = run(views, rule, case)
+    assert decision.status == case["status"], decision.reason
+    assert decision.reason
+    expected = case["findings"]
+    assert len(decision.findings) == len(expected)
+    for finding, wanted in zip(decision.findings, expected, strict=True):
+        got = shown(finding, set(wanted))
+        share = got.pop("share_of_tail", None)
+        assert share == pytest.approx(wanted.get("share_of_tail"))
+        assert got == {k: v for k, v in wanted.items() if k != "share_of_tail"}
+        assert finding.rule == rule
+        assert finding.evidence
+        assert finding.remedies
+        assert finding.confirm_by
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_every_rule_has_a_case_that_fires_one_that_is_quiet_and_one_without_data(rule: str) -> None:
+    statuses = {case["status"] for name, _, case in CASES if name == rule}
+    assert {"found", "clear", "no-data"} <= statuses
+
+
+def test_every_case_file_belongs_to_a_rule() -> None:
+    assert {path.stem for path in FOLDER.glob("*.yaml")} == set(RULES)
+
+
+def test_what_goes_wrong_inside_a_rule_is_its_result(views: Trace) -> None:
+    rule, _ = RULES["hol-coupling"]
+    run(views, "hol-coupling", {"coupling": [{"victim": "a", "culprit": "b"}]})
+    decision = judge(views, rule, "SELECT no_such_column FROM coupling")
+    assert decision.status == "failed"
+    assert "no_such_column" in decision.reason
+    assert decision.findings == ()
