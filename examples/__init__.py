@@ -1,1 +1,1 @@
-"""Captures that ship with tailscope."""
+"""Captures that ship with tailscope; `mixed-load/` is what `tailscope demo` diagnoses."""

@@ -205,7 +205,7 @@ def _only_select(con: duckdb.DuckDBPyConnection, sql: str) -> duckdb.Statement:
         keyword = re.match(r"[A-Za-z]+", statement.query.lstrip())
         if keyword and kind in {*_LUMPED_TYPES, "OTHER"}:
             kind = keyword[0].upper()
-        article = "an" if kind[0] in "AEIOU" else "a"
+        article = "an" if kind[0] in "AEIOU" and kind != "USE" else "a"
         raise QueryError(
             f"the query is {article} {kind.replace('_', ' ')} statement. Only one SELECT can be run"
             + _INSTEAD.get(kind, "")
@@ -294,6 +294,9 @@ def _write_csv(table: pa.Table, stream: TextIO) -> None:
     options = pc.WriteOptions(include_header=False)
     for batch in table.to_batches(max_chunksize=BATCH_ROWS):
         columns = [column if _is_plain(column.type) else _texts(column) for column in batch.columns]
+        if len(columns) == 1 and columns[0].null_count:
+            # Readers skip an empty line.
+            columns = [_texts(columns[0]).fill_null("")]
         buffer = io.BytesIO()
         pc.write_csv(pa.RecordBatch.from_arrays(columns, names=table.column_names), buffer, options)
         stream.write(buffer.getvalue().decode())

@@ -19,8 +19,8 @@ SURVIVOR_WARN, SURVIVOR_FAIL = 0.0, 0.1
 
 
 def checks(trace: Trace, ledger: Ledger, classes: Sequence[ClassRow]) -> tuple[Trust, ...]:
-    found = [_sample_size(classes), *_join_coverage(trace), _buckets(trace), _survivorship(trace), _clocks(trace)]
-    found += [_ledger(ledger), _rejects(trace)]
+    found = [_sample_size(classes), *_join_coverage(trace), _unknown_engine(ledger), _buckets(trace)]
+    found += [_survivorship(trace), _clocks(trace), _ledger(ledger), _rejects(trace)]
     return tuple(check for check in found if check is not None)
 
 
@@ -53,6 +53,18 @@ def _join_coverage(trace: Trace) -> list[Trust]:
             text += ". Ids, times or instances do not match: see docs/joining.md"
         result.append(Trust("join-coverage", status, text))
     return result
+
+
+def _unknown_engine(ledger: Ledger) -> Trust | None:
+    if not ledger.spread:
+        return None
+    low, high = ledger.spread_s
+    return Trust(
+        "join-coverage",
+        "warn",
+        f"{ledger.spread:,} requests name no engine of several: their bills are means over the engines, with {low:.3g} to "
+        f"{high:.3g} request-seconds of others' prefill. The stat logger names engines",
+    )
 
 
 def _buckets(trace: Trace) -> Trust | None:

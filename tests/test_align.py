@@ -320,7 +320,7 @@ def test_an_engine_that_nobody_names_is_the_only_one(ask: Ask) -> None:
     two = [step(i * 100 * MS, engine=i % 2) for i in range(20)]
     assert ask({"requests": [span("r", 0, S)], "iterations": two}, known) == [{"engine": None, "engine_known": False}]
     ambiguous = ask({"requests": [span("r", 0, S)], "iterations": two}, "FROM coverage")[2]
-    assert (ambiguous["matched"], ambiguous["total"], ambiguous["ambiguous"]) == (0, 1, 1)
+    assert (ambiguous["matched"], ambiguous["total"], ambiguous["ambiguous"]) == (1, 1, 1)
 
 
 def test_a_dummy_step_takes_time_like_any(ask: Ask) -> None:

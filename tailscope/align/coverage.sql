@@ -1,6 +1,7 @@
 -- coverage: how much of each join succeeded. matched of total; ambiguous rows had an id that too many rows share.
 CREATE OR REPLACE TEMP TABLE coverage AS
-WITH span AS (SELECT instance, engine, min(start_ns) AS first_ns, max(end_ns) AS last_ns FROM steps GROUP BY ALL)
+WITH span AS (SELECT instance, engine, min(start_ns) AS first_ns, max(end_ns) AS last_ns FROM steps GROUP BY ALL),
+whole AS (SELECT instance, min(first_ns) AS first_ns, max(last_ns) AS last_ns FROM span GROUP BY instance)
 SELECT 'client request → engine request' AS "join",
        count(*) FILTER (WHERE oid IN (SELECT a FROM client_pairs)) AS matched,
        count(*) AS total,
@@ -15,8 +16,12 @@ SELECT 'engine span → stat logger', count(*) FILTER (WHERE oid IN (SELECT a FR
 FROM observed
 WHERE view = 'front' AND EXISTS (FROM observed WHERE view = 'core')
 UNION ALL
+-- A request that names no engine of several is joined to all of them.
 SELECT 'request → iterations',
-       count(*) FILTER (WHERE j.engine_known AND s.first_ns <= j.arrival_ns + j.ttft_ns AND s.last_ns >= j.arrival_ns + j.ttft_ns),
+       count(*) FILTER (WHERE coalesce(s.first_ns, w.first_ns) <= j.arrival_ns + j.ttft_ns
+                          AND coalesce(s.last_ns, w.last_ns) >= j.arrival_ns + j.ttft_ns),
        count(*), count(*) FILTER (WHERE NOT j.engine_known)
-FROM joined j LEFT JOIN span s ON s.instance = j.instance AND s.engine IS NOT DISTINCT FROM j.engine
+FROM joined j
+LEFT JOIN span s ON s.instance = j.instance AND s.engine IS NOT DISTINCT FROM j.engine
+LEFT JOIN whole w ON w.instance = j.instance AND NOT j.engine_known
 WHERE j.billed AND EXISTS (FROM steps);

@@ -1,0 +1,96 @@
+"""Lines of a bill: a measured time booked to components, to the nanosecond."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from tailscope.store import Trace
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+#: component -> what it means; the order is the order of a request's life.
+COMPONENTS: dict[str, str] = {
+    "frontend": "API server: tokenise, event loop, hand-over to the engine",
+    "step_wait": "waiting for the running step to end, at the step's normal cost",
+    "others_prefill_before": "waiting to be scheduled behind steps that others' prefill made long",
+    "queue_budget": "queued while others' prefill took the token budget",
+    "queue_kv": "queued while the KV cache was full",
+    "queue_slots": "queued while all sequence slots were taken",
+    "queue": "queued, reason not known",
+    "own_prefill": "prefill of its own prompt, with the batch it ran in",
+    "others_prefill_in_prefill": "others' prefill in the steps of its own prefill",
+    "decode": "decode at the batch's normal cost",
+    "others_prefill_in_decode": "others' prefill in the steps of its decode",
+    "preempted": "preempted, waiting to be scheduled again",
+    "prefill_phase": "prefill as the engine measured it; no steps are known that would say what it held",
+    "decode_phase": "decode as the engine or client measured it; no steps are known that would say what it held",
+    "unexplained": "measured, but no evidence says why",
+}
+
+#: (component, index of the culprit's class or None) -> seconds of each request.
+Parts = dict[tuple[str, int | None], Floats]
+
+
+@dataclass(frozen=True)
+class Booking:
+    """One place (wait, queue, prefill, decode) of many requests: `total_ns` each, the evidence for its parts in
+    seconds, and the component that takes what the evidence leaves."""
+
+    place: str
+    total_ns: Ints
+    parts: Parts
+    rest: str
+
+
+def mean_of(bookings: Sequence[Sequence[Booking]]) -> list[Booking]:
+    """The mean of several bills of the same requests, place by place."""
+    result = []
+    for same in zip(*bookings, strict=True):
+        keys = dict.fromkeys(key for booking in same for key in booking.parts)
+        zero = np.zeros(len(same[0].total_ns))
+        parts = {key: np.sum([b.parts.get(key, zero) for b in same], axis=0) / len(same) for key in keys}
+        result.append(Booking(same[0].place, same[0].total_ns, parts, same[0].rest))
+    return result
+
+
+class Lines:
+    """Writes bookings as rows (id, place, component, culprit, ns) of a table."""
+
+    def __init__(self, trace: Trace, table: str, ids: Ints, culprits: tuple[str, ...]) -> None:
+        self._trace, self._table, self._ids, self._culprits = trace, table, ids, culprits
+
+    def book(self, bookings: Iterable[Booking]) -> None:
+        """The lines of a place sum to its total exactly, none is negative: evidence beyond it is scaled down."""
+        for booking in bookings:
+            total, parts = booking.total_ns, booking.parts
+            given = np.sum(list(parts.values()), axis=0) * 1e9 if parts else np.zeros(len(total))
+            scale = np.where(given > total, total / np.maximum(given, 1e-9), 1.0)
+            left = total.copy()
+            lines: dict[tuple[str, int | None], Ints] = {}
+            for key, seconds in parts.items():
+                # Rounding must not give more than there is.
+                lines[key] = np.minimum(np.floor(seconds * 1e9 * scale).astype(np.int64), left)
+                left -= lines[key]
+            rest = (booking.rest, None)
+            lines[rest] = lines[rest] + left if rest in lines else left
+            for (component, culprit), ns in lines.items():
+                self._append(booking.place, component, None if culprit is None else self._culprits[culprit], ns)
+
+    def _append(self, place: str, component: str, culprit: str | None, ns: Ints) -> None:
+        some = ns > 0
+        count = int(some.sum())
+        if not count:
+            return
+        texts = (pa.repeat(pa.scalar(text, pa.string()), count) for text in (place, component, culprit))
+        rows = pa.Table.from_arrays(
+            [pa.array(self._ids[some]), *texts, pa.array(ns[some])], names=["id", "place", "component", "culprit", "ns"]
+        )
+        self._trace.connection.register("new_lines", rows)
+        self._trace.connection.execute(f"INSERT INTO {self._table} SELECT * FROM new_lines")
+        self._trace.connection.unregister("new_lines")

@@ -1,0 +1,118 @@
+"""Requests and steps of an engine as arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailscope.ledger.engine_time import Prefills, Steps
+from tailscope.ledger.lines import Floats, Ints
+from tailscope.store import Trace
+
+
+@dataclass(frozen=True)
+class Requests:
+    """Requests that have a bill, arrays of one length; unknown is NaN. `culprit` is the index of each one's class."""
+
+    rid: Ints
+    arrival_ns: Ints
+    ttft_ns: Ints
+    e2e_ns: Ints
+    queue_ns: Floats
+    prefill_ns: Floats
+    prompt_tokens: Floats
+    cached_tokens: Floats
+    output_tokens: Floats
+    preemptions: Floats
+    culprit: NDArray[np.intp]
+
+    def phases(self) -> tuple[Ints, Ints, Ints, Ints]:
+        """wait, queue, prefill, decode in ns, each at least 0: the first three sum to TTFT, all to E2E.
+
+        The parts are on the engine's clock and TTFT on the front end's: where the parts exceed it they are scaled
+        down. Without parts, all of TTFT counts as prefill.
+        """
+        ttft = self.ttft_ns
+        known = self.phases_known
+        queue = np.where(known, np.nan_to_num(self.queue_ns), 0.0)
+        prefill = np.where(known, np.nan_to_num(self.prefill_ns), ttft)
+        parts = queue + prefill
+        scale = np.where(parts > ttft, ttft / np.maximum(parts, 1.0), 1.0)
+        queue_ns = np.minimum(np.floor(queue * scale).astype(np.int64), ttft)
+        prefill_ns = np.minimum(np.floor(prefill * scale).astype(np.int64), ttft - queue_ns)
+        return ttft - queue_ns - prefill_ns, queue_ns, prefill_ns, np.maximum(self.e2e_ns - ttft, 0)
+
+    @property
+    def phases_known(self) -> NDArray[np.bool_]:
+        known = np.isfinite(self.queue_ns) & np.isfinite(self.prefill_ns)
+        return np.asarray(known & (np.nan_to_num(self.queue_ns) >= 0) & (np.nan_to_num(self.prefill_ns) >= 0))
+
+    def inside(self, steps: Steps) -> NDArray[np.bool_]:
+        """Which prefills lie in the steps' time, and have a known size."""
+        wait, queue, _, _ = self.phases()
+        scheduled, first_token = self.arrival_ns + wait + queue, self.arrival_ns + self.ttft_ns
+        within = (first_token > steps.start_ns[0]) & (scheduled < steps.end_ns[-1])
+        return np.asarray(within & np.isfinite(self.prompt_tokens))
+
+    def prefills(self, steps: Steps, share: float = 1.0) -> Prefills:
+        """The prefills inside the steps' time; `share` of each is expected to have run on this engine."""
+        chosen = self.inside(steps)
+        wait, queue, _, _ = self.phases()
+        cached = np.nan_to_num(self.cached_tokens)
+        return Prefills(
+            scheduled_ns=(self.arrival_ns + wait + queue)[chosen],
+            first_token_ns=(self.arrival_ns + self.ttft_ns)[chosen],
+            last_ns=(self.arrival_ns + self.e2e_ns)[chosen],
+            computed_tokens=share * np.maximum(self.prompt_tokens - cached, 1.0)[chosen],
+            cached_tokens=cached[chosen],
+            held_tokens=share * (self.prompt_tokens + np.nan_to_num(self.output_tokens) / 2)[chosen],
+            culprit=self.culprit[chosen],
+        )
+
+
+def culprit_classes(trace: Trace) -> tuple[str, ...]:
+    """The classes that can be blamed: those with most prompt tokens to compute, the rest as `other`."""
+    most = 7
+    names = [
+        row["klass"]
+        for row in trace.rows(
+            "SELECT klass FROM joined WHERE billed GROUP BY klass "
+            "ORDER BY sum(greatest(prompt_tokens - coalesce(cached_tokens, 0), 1)) DESC NULLS LAST, klass"
+        )
+    ]
+    return tuple(names) if len(names) <= most else (*names[: most - 1], "other")
+
+
+def load_requests(trace: Trace, instance: str, engine: int | None, culprits: tuple[str, ...]) -> Requests:
+    columns = trace.connection.execute(
+        "SELECT rid, arrival_ns, ttft_ns, e2e_ns, queue_ns, prefill_ns, prompt_tokens, cached_tokens, output_tokens, "
+        "preemptions, klass FROM joined WHERE billed AND ttft_ns >= 0 AND e2e_ns >= ttft_ns "
+        "AND instance = $instance AND engine IS NOT DISTINCT FROM $engine ORDER BY rid",
+        {"instance": instance, "engine": engine},
+    ).fetchnumpy()
+    index = {name: i for i, name in enumerate(culprits)}
+    names, inverse = np.unique(np.asarray(columns.pop("klass")).astype(str), return_inverse=True)
+    of_name = np.array([index.get(str(name), len(culprits) - 1) for name in names], dtype=np.intp)
+    exact = {name: np.asarray(columns.pop(name), np.int64) for name in ("rid", "arrival_ns", "ttft_ns", "e2e_ns")}
+    culprit = of_name[inverse] if len(names) else np.empty(0, dtype=np.intp)
+    return Requests(**exact, **{name: _floats(values) for name, values in columns.items()}, culprit=culprit)
+
+
+def load_steps(trace: Trace, instance: str, engine: int | None) -> Steps:
+    columns = trace.connection.execute(
+        "SELECT start_ns, end_ns, prefill_requests, prefill_tokens, decode_requests, decode_tokens, running, waiting, "
+        "kv_usage FROM steps WHERE instance = $instance AND engine IS NOT DISTINCT FROM $engine ORDER BY k",
+        {"instance": instance, "engine": engine},
+    ).fetchnumpy()
+    times = {name: np.asarray(columns.pop(name), np.int64) for name in ("start_ns", "end_ns")}
+    return Steps(**times, **{name: _floats(values) for name, values in columns.items()})
+
+
+def _floats(values: Any) -> Floats:
+    """A DuckDB column as float64, NULL as NaN."""
+    if isinstance(values, np.ma.MaskedArray):
+        return np.asarray(values.astype(np.float64).filled(np.nan))
+    return np.asarray(values, np.float64)
