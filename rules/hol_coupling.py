@@ -17,9 +17,13 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
     if any(f.status == "found" for f in findings):
         return Decision("found", "long prefills hold up shorter requests", tuple(findings))
     if findings:
-        return Decision("inconclusive", "slower beside long prefills, but the data cannot show why", tuple(findings))
+        return Decision(
+            "inconclusive", "slower beside long prefills, but the data cannot show why", tuple(findings)
+        )
     if not rows[0]["has_steps"] and not any(could_have_shown(r, limits) for r in rows):
-        return Decision("inconclusive", "no iterations, and too few independent requests met a long prefill to test it")
+        return Decision(
+            "inconclusive", "no iterations, and too few independent requests met a long prefill to test it"
+        )
     return Decision("clear", "long prefills explain too little of any class's tail")
 
 
@@ -33,7 +37,7 @@ def judge(rows: Sequence[Mapping[str, Any]], limits: Mapping[str, float]) -> Fin
 
 
 def share(row: Mapping[str, Any]) -> float:
-    return min(1.0, max(0.0, row["blamed_s"] / row["excess_s"]))
+    return float(min(1.0, max(0.0, row["blamed_s"] / row["excess_s"])))
 
 
 def matters(row: Mapping[str, Any], limits: Mapping[str, float]) -> bool:
@@ -66,12 +70,18 @@ def by_statistics(row: Mapping[str, Any], limits: Mapping[str, float]) -> Findin
         basis="inferred",
         title=f"Requests of class {row['victim']} that arrive beside a prefill of class {row['culprit']} are slower",
         culprit=Party("class", row["culprit"]),
-        victims=(Party("class", row["victim"], {"metric": "TTFT", "requests": row["n"], "exposed": row["exposed"]}),),
+        victims=(
+            Party(
+                "class", row["victim"], {"metric": "TTFT", "requests": row["n"], "exposed": row["exposed"]}
+            ),
+        ),
         share_of_tail=None,
         window_ns=None,
         evidence=(exposure(row),),
         counter_evidence=(
-            Evidence("no iterations in the trace: it is not known which requests shared a step with the prefills"),
+            Evidence(
+                "no iterations in the trace: it is not known which requests shared a step with the prefills"
+            ),
             control(row),
         ),
         remedies=RULE.remedies,
@@ -121,10 +131,20 @@ def by_steps(hurt: Sequence[Mapping[str, Any]]) -> Finding:
             f"(prompts {worst['size_ratio']:.0f}x as long)"
         ),
         culprit=Party(
-            "class", culprit, {"requests": worst["culprit_requests"], "longest_prompt_tokens": worst["culprit_longest"]}
+            "class",
+            culprit,
+            {"requests": worst["culprit_requests"], "longest_prompt_tokens": worst["culprit_longest"]},
         ),
         victims=tuple(
-            Party("class", v, {"metric": details[v]["metric"], "requests": details[v]["n"], "coupled": details[v]["coupled"]})
+            Party(
+                "class",
+                v,
+                {
+                    "metric": details[v]["metric"],
+                    "requests": details[v]["n"],
+                    "coupled": details[v]["coupled"],
+                },
+            )
             for v in victims
         ),
         share_of_tail=share(worst),
@@ -164,10 +184,21 @@ RULE = Rule(
     needs=("coupling",),
     missing="needs requests of at least one class in number, with TTFT",
     thresholds=(
-        Threshold("size_ratio", 4, "x", "Below a few times the victim's length, prefill is a peer, not a head of line."),
-        Threshold("share", 0.1, "0-1", "A tenth of the excess: what causes less is not why the tail is long."),
-        Threshold("slowdown", 0.25, "x p50", "A tail slower by less than a quarter of the median is not felt."),
-        Threshold("p_value", 0.01, "", "Exposure tests reject 8-9 % of unrelated pools at 5 % (field notes C8)."),
+        Threshold(
+            "size_ratio",
+            4,
+            "x",
+            "Below a few times the victim's length, prefill is a peer, not a head of line.",
+        ),
+        Threshold(
+            "share", 0.1, "0-1", "A tenth of the excess: what causes less is not why the tail is long."
+        ),
+        Threshold(
+            "slowdown", 0.25, "x p50", "A tail slower by less than a quarter of the median is not felt."
+        ),
+        Threshold(
+            "p_value", 0.01, "", "Exposure tests reject 8-9 % of unrelated pools at 5 % (field notes C8)."
+        ),
         Threshold("effective_samples", 100, "", "A statistical estimator alone decides nothing below this."),
     ),
     remedies=(

@@ -16,7 +16,11 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
         return without_requests(trace)
     if not trace["preempted_requests"]:
         return Decision("clear", f"none of {trace['known_requests']} requests was preempted")
-    hurt = [r for r in rows if r["excess_s"] and r["excess_s"] > 0 and share(r) >= limits["share"] and felt(r, limits)]
+    hurt = [
+        r
+        for r in rows
+        if r["excess_s"] and r["excess_s"] > 0 and share(r) >= limits["share"] and felt(r, limits)
+    ]
     stalls = [r for r in hurt if r["preempted_s"] > 0]
     if not stalls:
         return Decision(
@@ -24,15 +28,17 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
             f"{trace['preempted_requests']} of {trace['known_requests']} requests were preempted, "
             f"stalled for {trace['stalled_s'] or 0:.3g} s in all: too little to make a tail",
         )
-    return Decision("found", f"{trace['preempted_requests']} requests preempted", tuple(findings(trace, hurt, stalls)))
+    return Decision(
+        "found", f"{trace['preempted_requests']} requests preempted", tuple(findings(trace, hurt, stalls))
+    )
 
 
 def share(row: Mapping[str, Any]) -> float:
-    return min(1.0, max(0.0, (row["preempted_s"] + max(row["queued_s"], 0.0)) / row["excess_s"]))
+    return float(min(1.0, max(0.0, (row["preempted_s"] + max(row["queued_s"], 0.0)) / row["excess_s"])))
 
 
 def felt(row: Mapping[str, Any], limits: Mapping[str, float]) -> bool:
-    return (row["preempted_s"] + row["queued_s"]) >= limits["slowdown"] * (row["p50_s"] or 0.0)
+    return bool((row["preempted_s"] + row["queued_s"]) >= limits["slowdown"] * (row["p50_s"] or 0.0))
 
 
 def without_requests(trace: Mapping[str, Any]) -> Decision:
@@ -117,7 +123,9 @@ def findings(
             counter_evidence=tuple(counter),
             remedies=RULE.remedies,
             confirm_by=RULE.confirm_by,
-            explains={f"{r['klass']}\t{r['metric']}": r["preempted_s"] + max(r["queued_s"], 0.0) for r in hurt},
+            explains={
+                f"{r['klass']}\t{r['metric']}": r["preempted_s"] + max(r["queued_s"], 0.0) for r in hurt
+            },
         )
     ]
 
@@ -136,7 +144,9 @@ RULE = Rule(
     ),
     thresholds=(
         Threshold("share", 0.1, "0-1", "A tenth of the excess: healthy preemption stays below it."),
-        Threshold("slowdown", 0.25, "x p50", "A tail slower by less than a quarter of the median is not felt."),
+        Threshold(
+            "slowdown", 0.25, "x p50", "A tail slower by less than a quarter of the median is not felt."
+        ),
     ),
     remedies=(
         Remedy(

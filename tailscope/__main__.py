@@ -9,7 +9,7 @@ def main() -> None:
     """Run the command line; a TailscopeError becomes its sentence and exit status, a bug keeps its traceback."""
     from tailscope.cli import app
     from tailscope.errors import TailscopeError
-    from tailscope.render.safe import printable
+    from tailscope.safe import printable
 
     try:
         app()

@@ -50,10 +50,19 @@ class FailOn(StrEnum):
     low = "low"
 
 
-TracePath = Annotated[str, typer.Argument(help="Trace: a directory, a Parquet file with one table, or a glob.", metavar="TRACE")]
-ConfigOption = Annotated[Path | None, typer.Option("--config", help="Configuration; ./tailscope.toml if it is there.")]
-MemoryOption = Annotated[str, typer.Option("--memory-limit", help="Memory for queries, e.g. 4GB; beyond it they spill.")]
-FromOption = Annotated[str | None, typer.Option("--from", help="Look at arrivals from this time on (ISO 8601, UTC unless it says).")]
+TracePath = Annotated[
+    str, typer.Argument(help="Trace: a directory, a Parquet file with one table, or a glob.", metavar="TRACE")
+]
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", help="Configuration; ./tailscope.toml if it is there.")
+]
+MemoryOption = Annotated[
+    str, typer.Option("--memory-limit", help="Memory for queries, e.g. 4GB; beyond it they spill.")
+]
+FromOption = Annotated[
+    str | None,
+    typer.Option("--from", help="Look at arrivals from this time on (ISO 8601, UTC unless it says)."),
+]
 ToOption = Annotated[str | None, typer.Option("--to", help="... and before this time.")]
 LastOption = Annotated[str | None, typer.Option("--last", help="The last 30s, 15m, 2h or 1d of the trace.")]
 InstanceOption = Annotated[str | None, typer.Option("--instance", help="Only this instance.")]
@@ -62,11 +71,21 @@ ClassOption = Annotated[str | None, typer.Option("--class", help="Only this clas
 
 @app.command()
 def ingest(
-    paths: Annotated[list[Path], typer.Argument(help="Files and folders of telemetry, plain, gz or zstd.", metavar="PATH...")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Trace to write or add to.")] = Path("trace.parquet"),
+    paths: Annotated[
+        list[Path],
+        typer.Argument(help="Files and folders of telemetry, plain, gz or zstd.", metavar="PATH..."),
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Trace to write or add to.")] = Path(
+        "trace.parquet"
+    ),
     instance: Annotated[str | None, typer.Option(help="Instance all of it belongs to.")] = None,
-    log_tz: Annotated[str | None, typer.Option("--log-tz", help="Time zone of log lines and local dates, e.g. Europe/Paris.")] = None,
-    hash_ids: Annotated[bool, typer.Option("--hash-ids", help="Store hashes of request ids, to share the trace.")] = False,
+    log_tz: Annotated[
+        str | None,
+        typer.Option("--log-tz", help="Time zone of log lines and local dates, e.g. Europe/Paris."),
+    ] = None,
+    hash_ids: Annotated[
+        bool, typer.Option("--hash-ids", help="Store hashes of request ids, to share the trace.")
+    ] = False,
     config: ConfigOption = None,
 ) -> None:
     """Read telemetry into a trace: OTLP spans, vLLM logs and stat-logger records, /metrics, client logs."""
@@ -91,7 +110,9 @@ def ingest(
     base = Path(os.path.commonpath([Path(o.path).parent for o in outcomes])) if outcomes else None
     render(outcomes, str(output), _console(), base=base)
     if not any(o.status in ("ingested", "known") for o in outcomes):
-        raise UsageError("nothing was ingested: no file is telemetry that tailscope reads (see docs/collectors.md)")
+        raise UsageError(
+            "nothing was ingested: no file is telemetry that tailscope reads (see docs/collectors.md)"
+        )
 
 
 @app.command()
@@ -100,9 +121,14 @@ def diagnose(
     format: Annotated[Format, typer.Option(help="text for people, json for programs.")] = Format.text,
     config: ConfigOption = None,
     slo: Annotated[
-        list[str] | None, typer.Option(help="Objective, e.g. '<512:ttft_p99_s=2'; may be given often.", metavar="CLASS:METRIC=S")
+        list[str] | None,
+        typer.Option(
+            help="Objective, e.g. '<512:ttft_p99_s=2'; may be given often.", metavar="CLASS:METRIC=S"
+        ),
     ] = None,
-    fail_on: Annotated[FailOn | None, typer.Option(help="Exit with 3 when a finding is at least this severe.")] = None,
+    fail_on: Annotated[
+        FailOn | None, typer.Option(help="Exit with 3 when a finding is at least this severe.")
+    ] = None,
     memory_limit: MemoryOption = "2GB",
     from_: FromOption = None,
     to: ToOption = None,
@@ -123,7 +149,9 @@ def diagnose(
 @app.command()
 def query(
     trace: TracePath,
-    sql: Annotated[str, typer.Argument(help="One SELECT over the trace's tables (docs/tables.md).", metavar="SQL")],
+    sql: Annotated[
+        str, typer.Argument(help="One SELECT over the trace's tables (docs/tables.md).", metavar="SQL")
+    ],
     format: Annotated[TableFormat, typer.Option(help="How to print the rows.")] = TableFormat.table,
     memory_limit: Annotated[str, typer.Option("--memory-limit", help="Memory for the query.")] = "2GB",
     timeout: Annotated[float, typer.Option(help="Seconds after which the query is stopped.")] = 60.0,
@@ -143,7 +171,12 @@ def query(
         scope = _scope(opened, from_, to, last, instance, klass)
     wanted = {k: v for k, v in {**scope.parameters, "klass": scope.klass}.items() if v is not None}
     table = module.run(
-        trace, sql, memory_limit=memory_limit, timeout_s=timeout, scope=wanted, config=configuration.load(config)
+        trace,
+        sql,
+        memory_limit=memory_limit,
+        timeout_s=timeout,
+        scope=wanted,
+        config=configuration.load(config),
     )
     module.write(table, format.value, sys.stdout)
 
@@ -167,7 +200,9 @@ def rules(
 
 
 @app.command()
-def demo(format: Annotated[Format, typer.Option(help="text for people, json for programs.")] = Format.text) -> None:
+def demo(
+    format: Annotated[Format, typer.Option(help="text for people, json for programs.")] = Format.text,
+) -> None:
     """Ingest and diagnose the capture of a real vLLM that ships with tailscope."""
     import tempfile
     from importlib.resources import as_file, files
@@ -176,7 +211,10 @@ def demo(format: Annotated[Format, typer.Option(help="text for people, json for 
     from tailscope.ingest import ingest as run
     from tailscope.source import Options
 
-    with as_file(files("tailscope.examples").joinpath("mixed-load")) as capture, tempfile.TemporaryDirectory() as folder:
+    with (
+        as_file(files("tailscope.examples").joinpath("mixed-load")) as capture,
+        tempfile.TemporaryDirectory() as folder,
+    ):
         trace = Path(folder) / "demo.parquet"
         outcomes = run([capture], trace, config=Config(), options=Options())
         if format is Format.text:
@@ -233,7 +271,9 @@ def _console() -> Console:
     from rich.console import Console
 
     # Without a terminal to ask, rich would fold lines at 80.
-    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH, markup=False, emoji=False)
+    return Console(
+        highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH, markup=False, emoji=False
+    )
 
 
 def _scope(
@@ -247,12 +287,21 @@ def _scope(
     if from_ns is not None and to_ns is not None and from_ns >= to_ns:
         raise UsageError("--from must be before --to")
     if last:
-        [(end,)] = trace.connection.execute("SELECT max(coalesce(finished_ns, arrival_ns)) FROM requests").fetchall()
+        [(end,)] = trace.connection.execute(
+            "SELECT max(coalesce(finished_ns, arrival_ns)) FROM requests"
+        ).fetchall()
         from_ns = None if end is None else end - _duration_ns(last)
     if instance is not None:
-        names = [r["instance"] for r in trace.rows("SELECT DISTINCT instance FROM requests UNION SELECT instance FROM iterations")]
+        names = [
+            r["instance"]
+            for r in trace.rows(
+                "SELECT DISTINCT instance FROM requests UNION SELECT instance FROM iterations"
+            )
+        ]
         if instance not in names:
-            raise UsageError(f"--instance {instance!r}: not in the trace; it has {', '.join(map(str, sorted(names)[:10])) or 'none'}")
+            raise UsageError(
+                f"--instance {instance!r}: not in the trace; it has {', '.join(map(str, sorted(names)[:10])) or 'none'}"
+            )
     return Scope(from_ns, to_ns, instance, klass)
 
 
@@ -264,7 +313,9 @@ def _instant(option: str, text: str | None) -> int | None:
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
-        raise UsageError(f"{option} {text!r}: write it as 2026-11-29T14:40:00, or with a zone: ...+01:00") from None
+        raise UsageError(
+            f"{option} {text!r}: write it as 2026-11-29T14:40:00, or with a zone: ...+01:00"
+        ) from None
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
     whole = moment.replace(microsecond=0)

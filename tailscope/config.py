@@ -77,7 +77,7 @@ class Config:
     classes: tuple[RequestClass, ...] = DEFAULT_CLASSES
     slos: tuple[Slo, ...] = ()
     sources: tuple[SourceRule, ...] = ()
-    attributes: Attributes = Attributes()
+    attributes: Attributes = field(default_factory=Attributes)
 
 
 def load(path: Path | None) -> Config:

@@ -33,7 +33,8 @@ def diagnose(trace: Trace, config: Config, scope: Scope | None = None) -> Diagno
         classes += histogram_rows(trace, config.slos)
     _register_class_rows(trace, classes)
     write_coupling(trace)
-    checks, findings = [], []
+    checks: list[Check] = []
+    findings: list[Finding] = []
     for rule, sql in registry.rules():
         decision = judge(trace, rule, sql)
         checks.append(Check(rule.name, decision.status, decision.reason))
@@ -81,7 +82,8 @@ def _register_class_rows(trace: Trace, classes: Sequence[ClassRow]) -> None:
         "slo_broken": pa.bool_(),
     }
     rows = pa.Table.from_pylist(
-        [{name: getattr(row, name) for name in columns} for row in classes], schema=pa.schema(list(columns.items()))
+        [{name: getattr(row, name) for name in columns} for row in classes],
+        schema=pa.schema(list(columns.items())),
     )
     trace.connection.register("class_row_values", rows)
     trace.connection.execute("CREATE OR REPLACE TEMP TABLE class_rows AS SELECT * FROM class_row_values")
@@ -144,7 +146,9 @@ def _verdict(
     if with_tail:
         if any(f.status == "inconclusive" for f in findings):
             return Verdict(findings[0].title + ", but the data cannot decide why.", "inconclusive", None)
-        return Verdict(f"No rule found a cause in {n:,} requests." + _largest_component(with_tail), "nothing", None)
+        return Verdict(
+            f"No rule found a cause in {n:,} requests." + _largest_component(with_tail), "nothing", None
+        )
     histograms = [row for row in classes if row.basis == "histogram" and row.range99_s]
     if histograms:
         row = histograms[0]
@@ -180,12 +184,16 @@ def _largest_component(rows: Sequence[ClassRow]) -> str:
 
 
 def _about(trace: Trace) -> dict[str, Any]:
-    span = trace.rows("SELECT min(arrival_ns) AS first_ns, max(coalesce(finished_ns, arrival_ns)) AS last_ns FROM observed")[0]
+    span = trace.rows(
+        "SELECT min(arrival_ns) AS first_ns, max(coalesce(finished_ns, arrival_ns)) AS last_ns FROM observed"
+    )[0]
     return {
         "path": trace.path,
         "first_ns": span["first_ns"],
         "last_ns": span["last_ns"],
-        "instances": [r["instance"] for r in trace.rows("SELECT DISTINCT instance FROM observed ORDER BY 1 LIMIT 100")],
+        "instances": [
+            r["instance"] for r in trace.rows("SELECT DISTINCT instance FROM observed ORDER BY 1 LIMIT 100")
+        ],
         "rows": {table.name: trace.count(table.name) for table in TABLES if trace.has(table.name)},
         "sources": trace.rows(
             "SELECT kind, count(*) AS files, sum(rows) AS rows, sum(rows_rejected) AS rows_rejected, "
@@ -205,22 +213,26 @@ def _missing(trace: Trace) -> list[str]:
     """What more telemetry would decide, most useful first."""
     missing = []
     if not trace.count("joined"):
-        missing.append("requests: OpenTelemetry spans (vllm serve --otlp-traces-endpoint) would say who was slow, and when")
+        missing.append(
+            "requests: OpenTelemetry spans (vllm serve --otlp-traces-endpoint) would say who was slow, and when"
+        )
     if not trace.count("steps"):
         missing.append(
             "iterations: vllm serve --enable-logging-iteration-details with its log or a stat logger would say what each "
             "step held, so who waited for whose prefill"
         )
     if trace.count("joined") and not trace.rows("SELECT 1 FROM joined WHERE preemptions IS NOT NULL LIMIT 1"):
-        missing.append("preemptions by request: a stat logger's finished_requests would say whom preemption hit")
+        missing.append(
+            "preemptions by request: a stat logger's finished_requests would say whom preemption hit"
+        )
     if trace.count("joined") and not trace.has("tokens"):
         missing.append("token times: a client log with chunk times would give ITL and place stalls in time")
     if trace.count("joined") and not trace.rows("SELECT 1 FROM observed WHERE view = 'client' LIMIT 1"):
-        missing.append("the client's view: a client log would show aborted and refused requests, which leave no span")
+        missing.append(
+            "the client's view: a client log would show aborted and refused requests, which leave no span"
+        )
     if not trace.has("metrics"):
         missing.append("/metrics: scrapes would confirm KV pressure and count preemptions and rejections")
     if not trace.has("rank_events"):
         missing.append("rank timelines: torch profiler traces would say whether a rank made steps slow")
     return missing
-
-

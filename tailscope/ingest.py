@@ -70,7 +70,9 @@ def ingest(
     return outcomes
 
 
-def _ingest_file(file: _File, output: Path, config: Config, options: Options, instance: str | None) -> Outcome:
+def _ingest_file(
+    file: _File, output: Path, config: Config, options: Options, instance: str | None
+) -> Outcome:
     if file.empty:
         return Outcome(file.display, "skipped", "empty")
     if file.collector is None:

@@ -187,17 +187,17 @@ class ClassRow:
     observer: str
     basis: Literal["requests", "histogram"]
     n: int
-    n_eff: float | None
-    p50_s: float | None
-    p95_s: float | None
-    p99_s: float | None
-    ci99_s: tuple[float, float] | None
-    range99_s: tuple[float, float | None] | None
-    reason: str | None
-    tail_rule: str | None
-    tail_n: int
-    excess_s: float | None
-    excess: Mapping[str, float]
+    n_eff: float | None = None
+    p50_s: float | None = None
+    p95_s: float | None = None
+    p99_s: float | None = None
+    ci99_s: tuple[float, float] | None = None
+    range99_s: tuple[float, float | None] | None = None
+    reason: str | None = None
+    tail_rule: str | None = None
+    tail_n: int = 0
+    excess_s: float | None = None
+    excess: Mapping[str, float] = field(default_factory=dict)
     slo_broken: bool = False
 
 

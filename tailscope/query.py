@@ -26,7 +26,7 @@ import pyarrow.csv as pc
 from tailscope.align import Scope, class_macro
 from tailscope.config import Config
 from tailscope.errors import QueryError, UsageError
-from tailscope.render.safe import printable
+from tailscope.safe import printable
 from tailscope.schema import REQUESTS, SOURCES, TABLES
 from tailscope.store import Trace
 

@@ -77,7 +77,9 @@ def _instance(engine: bool = True) -> tuple[Column, ...]:
     columns = [Column("instance", TEXT, "", "API endpoint the row belongs to.")]
     if engine:
         columns.append(
-            Column("engine", INT, "", "Data-parallel rank in the instance; NULL when the source does not say.")
+            Column(
+                "engine", INT, "", "Data-parallel rank in the instance; NULL when the source does not say."
+            )
         )
     columns.append(Column("source", TEXT, "", "Row of `sources` this row was read from."))
     return tuple(columns)
@@ -105,7 +107,9 @@ REQUESTS = Table(
         Column("adapter", TEXT, "", "LoRA adapter name."),
         Column("tenant", TEXT, "", "Tenant, from the attribute the configuration names."),
         Column("priority", INT, "", "Scheduling priority; lower is served first."),
-        Column("klass", TEXT, "", "Class the source itself names; NULL lets the configuration's classes decide."),
+        Column(
+            "klass", TEXT, "", "Class the source itself names; NULL lets the configuration's classes decide."
+        ),
         Column("arrival_ns", INT, "ns", "Arrival at (client: departure to) the observer."),
         Column("queued_ns", INT, "ns", "Entered the scheduler's queue."),
         Column("scheduled_ns", INT, "ns", "First scheduled."),
@@ -157,8 +161,12 @@ ITERATIONS = Table(
             "ns",
             "Time the engine reports for the step. vLLM's is the wait for the model's result: a lower bound.",
         ),
-        Column("time_error_ns", INT, "ns", "Bound on the error of start_ns and end_ns; NULL means negligible."),
-        Column("end_basis", TEXT, "", "How end_ns is known: measured, receipt (by the front end) or derived."),
+        Column(
+            "time_error_ns", INT, "ns", "Bound on the error of start_ns and end_ns; NULL means negligible."
+        ),
+        Column(
+            "end_basis", TEXT, "", "How end_ns is known: measured, receipt (by the front end) or derived."
+        ),
         Column("prefill_requests", INT, "", "Requests with prompt tokens in the step."),
         Column("prefill_tokens", INT, "tokens", "Prompt tokens computed in the step."),
         Column("decode_requests", INT, "", "Requests decoding in the step."),
@@ -166,7 +174,9 @@ ITERATIONS = Table(
         Column("recompute_tokens", INT, "tokens", "Tokens computed again after a preemption."),
         Column("running", INT, "", "Running requests after the step."),
         Column("waiting", INT, "", "Waiting requests after the step, without the deferred ones."),
-        Column("deferred", INT, "", "Requests that cannot be scheduled yet for a reason other than capacity."),
+        Column(
+            "deferred", INT, "", "Requests that cannot be scheduled yet for a reason other than capacity."
+        ),
         Column("kv_usage", FLOAT, "0-1", "Share of KV cache blocks in use after the step."),
         Column(
             "preempted",
@@ -189,7 +199,9 @@ SCHEDULE = Table(
         Column("iteration_last", INT, "", "Last step of the run."),
         Column("request_key", TEXT, "", "Row of `requests`."),
         Column("phase", TEXT, "", "prefill, decode or recompute."),
-        Column("tokens", INT, "tokens", "Tokens given to the request in each step; 0 for a running one left out."),
+        Column(
+            "tokens", INT, "tokens", "Tokens given to the request in each step; 0 for a running one left out."
+        ),
         Column("computed_before", INT, "tokens", "Tokens computed before the run's first step."),
     ),
     sort=("instance", "engine", "iteration_first"),
@@ -263,7 +275,12 @@ SERIES = Table(
     (
         *_instance(),
         Column("series", TEXT, "", "Identity: a hash of instance-independent name and labels."),
-        Column("name", TEXT, "", "Metric name, without _bucket, _sum or _count; older and other exporters' names as vLLM V1 has them."),
+        Column(
+            "name",
+            TEXT,
+            "",
+            "Metric name, without _bucket, _sum or _count; older and other exporters' names as vLLM V1 has them.",
+        ),
         Column("type", TEXT, "", "counter, gauge, histogram, summary or unknown."),
         Column("labels", pa.map_(TEXT, TEXT), "", "Labels, sorted by name."),
     ),

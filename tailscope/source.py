@@ -35,7 +35,7 @@ INT64_MAX = (1 << 63) - 1
 class Options:
     """What the call and the configuration say about how to read."""
 
-    attributes: Attributes = Attributes()
+    attributes: Attributes = field(default_factory=Attributes)
     log_tz: tzinfo | None = None
     hash_ids: bool = False
 

@@ -67,7 +67,9 @@ def allows_quantile(q: float, n_eff: float) -> bool:
     return n_eff * (1 - q) >= MIN_TAIL_SAMPLES
 
 
-def histogram_quantile(bounds: Sequence[float], counts: Sequence[float], q: float) -> tuple[float, float | None] | None:
+def histogram_quantile(
+    bounds: Sequence[float], counts: Sequence[float], q: float
+) -> tuple[float, float | None] | None:
     """The bucket [low, high] in which quantile q of a histogram lies; high is None in the +Inf bucket.
 
     `bounds` are ascending upper bounds, the last +Inf; `counts` cumulative. Never a point: inside a

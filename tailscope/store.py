@@ -40,7 +40,9 @@ class Trace:
     Raises UsageError when there is nothing at `path`, BadInput when a file is no Parquet.
     """
 
-    def __init__(self, path: str | Path, *, memory_limit: str | None = None, threads: int | None = None) -> None:
+    def __init__(
+        self, path: str | Path, *, memory_limit: str | None = None, threads: int | None = None
+    ) -> None:
         self.path = str(path)
         self.warnings: list[str] = []
         self.files = _find(self.path)
@@ -103,7 +105,11 @@ class Trace:
             columns = ", ".join(f'NULL::{sql} AS "{name}"' for name, sql in declared.items())
             return f"SELECT {columns} WHERE false"
         source = f"read_parquet([{', '.join(_quote(f) for f in files)}], union_by_name=true)"
-        present = dict(self.connection.execute(f"SELECT column_name, column_type FROM (DESCRIBE FROM {source})").fetchall())
+        present = dict(
+            self.connection.execute(
+                f"SELECT column_name, column_type FROM (DESCRIBE FROM {source})"
+            ).fetchall()
+        )
         columns = []
         for name, sql in declared.items():
             if name not in present:
@@ -137,7 +143,9 @@ class Trace:
             "(SELECT folder, unnest(coalesce(nullif(instances, []), [NULL])) AS named FROM sources) "
             "WHERE folder IS NOT NULL GROUP BY folder"
         ).fetchall()
-        return {folder: named[0] for folder, named in rows if named and len(named) == 1 and named[0] != folder}
+        return {
+            folder: named[0] for folder, named in rows if named and len(named) == 1 and named[0] != folder
+        }
 
     def _check_version(self) -> None:
         for files in self.files.values():
@@ -156,11 +164,23 @@ def _find(path: str) -> dict[str, list[str]]:
         raise UsageError(f"{path}: object stores are not supported yet; copy the trace to a local folder")
     place = Path(path)
     if place.is_dir():
-        found = {name: [str(p) for p in parts] for name, parts in visible_parts(place).items() if name in BY_NAME}
+        found = {
+            name: [str(p) for p in parts] for name, parts in visible_parts(place).items() if name in BY_NAME
+        }
         if not found:
-            raise UsageError(f"{path}: holds no table of a trace. Make one with: tailscope ingest FILES -o trace.parquet")
+            raise UsageError(
+                f"{path}: holds no table of a trace. Make one with: tailscope ingest FILES -o trace.parquet"
+            )
         return found
-    matches = [path] if place.is_file() else sorted(f for f in glob.glob(path, recursive=True) if Path(f).is_file())
+    matches = (
+        [path]
+        if place.is_file()
+        else sorted(
+            f
+            for f in glob.glob(path, recursive=True)  # noqa: PTH207 (an absolute pattern)
+            if Path(f).is_file()
+        )
+    )
     if not matches:
         raise UsageError(f"{path}: no such trace. Make one with: tailscope ingest FILES -o trace.parquet")
     tables: dict[str, list[str]] = {}
@@ -175,7 +195,9 @@ def _table_of(path: Path) -> str:
         schema = pq.read_schema(path)
     except (OSError, ValueError) as error:
         raise BadInput(
-            "is not a Parquet file", path=str(path), todo="Make a trace with: tailscope ingest FILES -o trace.parquet"
+            "is not a Parquet file",
+            path=str(path),
+            todo="Make a trace with: tailscope ingest FILES -o trace.parquet",
         ) from error
     named = (schema.metadata or {}).get(b"tailscope.table", b"").decode("utf-8", "replace")
     for name in (named, path.parent.name, path.stem):

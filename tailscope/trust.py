@@ -74,7 +74,9 @@ def _buckets(trace: Trace) -> Trust | None:
     for concept, (_n, (low, high), since_start) in ranges.items():
         lifetime |= since_start
         if concept in CONCEPTS and (high is None or low == 0 or high / low > BUCKET_RATIO):
-            coarse.append(f"{CONCEPTS[concept]} {f'> {low:g} s' if high is None else f'in {low:g}-{high:g} s'}")
+            coarse.append(
+                f"{CONCEPTS[concept]} {f'> {low:g} s' if high is None else f'in {low:g}-{high:g} s'}"
+            )
     if not ranges:
         return None
     note = "; one scrape only, so since the server's start" if lifetime else ""
@@ -104,13 +106,19 @@ def _survivorship(trace: Trace) -> Trust | None:
     if lost:
         what = ", ".join(f"{v:,} {k}" for k, v in lost.items())
         share = sum(lost.values()) / max(row["n"], 1)
-        text = f"{what} of {row['n']:,} requests; {row['unseen']:,} of them in no span, so missing from the tail"
+        text = (
+            f"{what} of {row['n']:,} requests; {row['unseen']:,} of them in no span, so missing from the tail"
+        )
         return Trust("survivorship", _graded(share, SURVIVOR_WARN, SURVIVOR_FAIL), text)
     if counted and counted > 0:
         text = f"{counted:,.0f} requests gave a first token and no end: aborts leave no span"
         return Trust("survivorship", "warn", text)
     if not row["with_client"] and counted is None:
-        return Trust("survivorship", "warn", "no client log and no /metrics: aborted and refused requests would not be seen")
+        return Trust(
+            "survivorship",
+            "warn",
+            "no client log and no /metrics: aborted and refused requests would not be seen",
+        )
     return Trust("survivorship", "pass", "no request is known to be missing")
 
 
@@ -121,7 +129,9 @@ def _clocks(trace: Trace) -> Trust | None:
     crossed = [r for r in rows if r["crossed"]]
     if crossed:
         return Trust(
-            "clock-quality", "warn", f"client and engine clocks of {len(crossed)} instance(s) drift or step against each other"
+            "clock-quality",
+            "warn",
+            f"client and engine clocks of {len(crossed)} instance(s) drift or step against each other",
         )
     shifted = [r for r in rows if r["offset_ns"]]
     if shifted:
@@ -129,7 +139,9 @@ def _clocks(trace: Trace) -> Trust | None:
         text = f"client clock is {worst['offset_ns'] / 1e6:+.3g} ms off, known to {worst['error_ns'] / 1e6:.3g} ms; taken off"
         return Trust("clock-quality", "pass", text)
     worst = max(rows, key=lambda r: r["error_ns"])
-    return Trust("clock-quality", "pass", f"client and engine clocks agree to {worst['error_ns'] / 1e6:.3g} ms")
+    return Trust(
+        "clock-quality", "pass", f"client and engine clocks agree to {worst['error_ns'] / 1e6:.3g} ms"
+    )
 
 
 def _ledger(ledger: Ledger) -> Trust | None:
@@ -160,7 +172,11 @@ def _rejects(trace: Trace) -> Trust | None:
     if not rows["rows"]:
         return None
     if rows["rejected"] or rows["conflicting"]:
-        parts = [f"{rows['rejected']:,} records of {rows['files']} file(s) could not be used"] if rows["rejected"] else []
+        parts = (
+            [f"{rows['rejected']:,} records of {rows['files']} file(s) could not be used"]
+            if rows["rejected"]
+            else []
+        )
         parts += [f"{rows['conflicting']:,} rows share a key but differ"] if rows["conflicting"] else []
         share = (rows["rejected"] or 0) / (rows["rows"] + (rows["rejected"] or 0))
         return Trust("input-quality", "warn" if share < 0.1 else "fail", "; ".join(parts))

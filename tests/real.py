@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+
+Test = TypeVar("Test", bound=Callable[..., Any])
 
 ROOT = Path(__file__).parent.parent
 #: Shipped: one capture of a real vLLM.
@@ -27,9 +30,9 @@ _captures = _needs(CAPTURES, "TAILSCOPE_CAPTURES", pytest.mark.captures)
 _corpus = _needs(CORPUS, "TAILSCOPE_CORPUS", pytest.mark.corpus)
 
 
-def needs_captures(test: Any) -> Any:
+def needs_captures(test: Test) -> Test:
     return _captures[0](_captures[1](test))
 
 
-def needs_corpus(test: Any) -> Any:
+def needs_corpus(test: Test) -> Test:
     return _corpus[0](_corpus[1](test))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,14 +92,21 @@ def test_n_answers_to_one_prompt_are_n_rows(ask: Ask, n: int) -> None:
 
 
 def test_one_client_row_for_n_answers_goes_to_the_last(ask: Ask) -> None:
-    rows = [span("r", 0, S + i * MS, request_key=f"span {i}") for i in range(3)] + [client("r", -MS, S + 4 * MS)]
+    rows = [span("r", 0, S + i * MS, request_key=f"span {i}") for i in range(3)] + [
+        client("r", -MS, S + 4 * MS)
+    ]
     with_client = {r["request_key"] for r in ask({"requests": rows}, JOINED) if r["client_key"]}
     assert with_client == {"span 2"}
 
 
 def test_a_client_that_counts_from_one_again(ask: Ask) -> None:
     """Ids that repeat in time are told apart by it."""
-    rows = [row for life in range(5) for i in range(8) for row in views(f"{i}", life * 60 * S + i * S, S, str(life))]
+    rows = [
+        row
+        for life in range(5)
+        for i in range(8)
+        for row in views(f"{i}", life * 60 * S + i * S, S, str(life))
+    ]
     joined = ask({"requests": rows}, JOINED)
     assert len(joined) == 40
     assert pairs(joined) == {(f"{i} {life}", f"{i} {life}") for life in range(5) for i in range(8)}
@@ -123,7 +131,9 @@ def test_an_id_of_thousands_identifies_nothing(ask: Ask) -> None:
 def test_many_prompts_of_one_call_are_not_ambiguous(ask: Ask) -> None:
     """A completion of 100 prompts: engine ids differ, and their client's is one row."""
     n = MOST_SHARED + 36
-    rows = [row for i in range(n) for row in views(f"cmpl-x-{i}", 0, S)[:2]] + [client("cmpl-x", -MS, S + 2 * MS)]
+    rows = [row for i in range(n) for row in views(f"cmpl-x-{i}", 0, S)[:2]] + [
+        client("cmpl-x", -MS, S + 2 * MS)
+    ]
     assert ask({"requests": rows}, COUNTS) == [{"n": n, "billed": n, "with_client": 1, "with_core": n}]
     assert {row["ambiguous"] for row in ask({"requests": rows}, "FROM coverage")} == {0}
 
@@ -131,7 +141,10 @@ def test_many_prompts_of_one_call_are_not_ambiguous(ask: Ask) -> None:
 def test_missing_ids_join_nothing_and_are_not_ambiguous(ask: Ask) -> None:
     rows = [row for i in range(100) for row in (span(None, i * MS, S), core(None, i * MS, S))]
     assert ask({"requests": rows}, COUNTS)[0]["with_core"] == 0
-    assert ask({"requests": rows}, "SELECT matched, ambiguous FROM coverage LIMIT 2")[1] == {"matched": 0, "ambiguous": 0}
+    assert ask({"requests": rows}, "SELECT matched, ambiguous FROM coverage LIMIT 2")[1] == {
+        "matched": 0,
+        "ambiguous": 0,
+    }
 
 
 def test_client_rows_without_ids_count_only_where_no_engine_tells(ask: Ask) -> None:
@@ -144,7 +157,10 @@ def test_client_rows_without_ids_count_only_where_no_engine_tells(ask: Ask) -> N
 
 def test_what_the_engine_never_told_of_is_kept_but_not_billed(ask: Ask) -> None:
     rows = views("fine", 0, S)
-    rows += [client("gone", 0, S, status="aborted"), client("refused", 0, None or MS, status="rejected", ttft_ns=None)]
+    rows += [
+        client("gone", 0, S, status="aborted"),
+        client("refused", 0, None or MS, status="rejected", ttft_ns=None),
+    ]
     assert {(r["request_key"], r["billed"], r["status"]) for r in ask({"requests": rows}, JOINED)} == {
         ("span fine ", True, "ok"),
         ("client gone 0", False, "aborted"),
@@ -177,11 +193,15 @@ def test_a_table_without_instance_is_one_instance(ask: Ask) -> None:
     rows = [{**row, "instance": None} for row in views("r", 0, S)]
     assert ask({"requests": rows}, COUNTS) == [{"n": 1, "billed": 1, "with_client": 1, "with_core": 1}]
     steps = [step(i * MS, instance=None) for i in range(5)]
-    assert ask({"requests": rows, "iterations": steps}, "SELECT DISTINCT instance FROM steps") == [{"instance": ""}]
+    assert ask({"requests": rows, "iterations": steps}, "SELECT DISTINCT instance FROM steps") == [
+        {"instance": ""}
+    ]
 
 
 def test_instances_do_not_mix(ask: Ask) -> None:
-    rows = views("r", 0, S) + [{**row, "instance": "b", "request_key": f"b{i}"} for i, row in enumerate(views("r", 0, S))]
+    rows = views("r", 0, S) + [
+        {**row, "instance": "b", "request_key": f"b{i}"} for i, row in enumerate(views("r", 0, S))
+    ]
     assert ask({"requests": rows}, COUNTS)[0] == {"n": 2, "billed": 2, "with_client": 2, "with_core": 2}
 
 
@@ -196,7 +216,9 @@ def test_a_client_clock_that_is_off(ask: Ask, clock_ns: int) -> None:
     tables = {"requests": rows}
     joined = ask(tables, JOINED)
     assert len(joined) == 45
-    assert pairs(joined) >= {("two 0", "two 0"), ("two 1", "two 1")} | {(f"again {i}", f"again {i}") for i in range(3)}
+    assert pairs(joined) >= {("two 0", "two 0"), ("two 1", "two 1")} | {
+        (f"again {i}", f"again {i}") for i in range(3)
+    }
     assert ask(tables, "SELECT matched, total FROM coverage LIMIT 1") == [{"matched": 45, "total": 45}]
     [clock] = ask(tables, "FROM client_clock")
     assert (clock["low_ns"], clock["high_ns"]) == (-clock_ns - MS, -clock_ns + MS)
@@ -211,7 +233,9 @@ def test_clocks_that_agree_are_not_moved(ask: Ask) -> None:
 
 
 def test_where_every_id_has_two_rows_the_clock_is_found_too(ask: Ask) -> None:
-    rows = [row for i in range(20) for j in (0, 1) for row in views(f"r{i}", i * S, S + j * MS, str(j), 7 * S)]
+    rows = [
+        row for i in range(20) for j in (0, 1) for row in views(f"r{i}", i * S, S + j * MS, str(j), 7 * S)
+    ]
     assert ask({"requests": rows}, COUNTS)[0] == {"n": 40, "billed": 40, "with_client": 40, "with_core": 40}
 
 
@@ -262,7 +286,11 @@ def test_steps_are_tiled_end_to_end_while_there_is_work(ask: Ask) -> None:
 
 def test_idle_time_is_nobodys(ask: Ask) -> None:
     idle = {"running": 0, "waiting": 0}
-    steps = [step(10 * MS, **idle), step(9_000 * MS, elapsed_ns=5 * MS, **idle), step(9_010 * MS, elapsed_ns=5 * MS)]
+    steps = [
+        step(10 * MS, **idle),
+        step(9_000 * MS, elapsed_ns=5 * MS, **idle),
+        step(9_010 * MS, elapsed_ns=5 * MS),
+    ]
     assert tiles(ask({"iterations": steps}, STEPS)) == [(10, 10), (8_995, 9_000), (9_005, 9_010)]
     steps[1]["elapsed_ns"] = None
     assert tiles(ask({"iterations": steps}, STEPS))[1] == (10, 9_000), "not known to be idle"
@@ -313,12 +341,16 @@ def test_a_precise_source_wins_over_an_imprecise_one(ask: Ask) -> None:
 def test_an_engine_that_nobody_names_is_the_only_one(ask: Ask) -> None:
     nameless = [step(i * 100 * MS, engine=None) for i in range(20)]
     known = "SELECT DISTINCT engine, engine_known FROM joined"
-    assert ask({"requests": [span("r", 0, S)], "iterations": nameless}, known) == [{"engine": None, "engine_known": True}]
+    assert ask({"requests": [span("r", 0, S)], "iterations": nameless}, known) == [
+        {"engine": None, "engine_known": True}
+    ]
     told = {"requests": views("r", 0, S), "iterations": nameless}
     assert ask(told, known) == [{"engine": 0, "engine_known": True}]
     assert ask(told, "SELECT DISTINCT engine FROM steps") == [{"engine": 0}], "the stat logger's"
     two = [step(i * 100 * MS, engine=i % 2) for i in range(20)]
-    assert ask({"requests": [span("r", 0, S)], "iterations": two}, known) == [{"engine": None, "engine_known": False}]
+    assert ask({"requests": [span("r", 0, S)], "iterations": two}, known) == [
+        {"engine": None, "engine_known": False}
+    ]
     ambiguous = ask({"requests": [span("r", 0, S)], "iterations": two}, "FROM coverage")[2]
     assert (ambiguous["matched"], ambiguous["total"], ambiguous["ambiguous"]) == (1, 1, 1)
 
@@ -350,14 +382,23 @@ def test_a_dummy_step_takes_time_like_any(ask: Ask) -> None:
 )
 def test_steps_never_overlap(tmp_path_factory: pytest.TempPathFactory, steps: list[Row], seed: int) -> None:
     """Whatever the rows say, and in whatever order they were written."""
-    rows = [{"instance": "a", **{k: v and START_NS + v if k in ("end_ns", "start_ns") else v for k, v in s.items()}} for s in steps]
+    rows = [
+        {
+            "instance": "a",
+            **{k: v and START_NS + v if k in ("end_ns", "start_ns") else v for k, v in s.items()},
+        }
+        for s in steps
+    ]
     columns = "SELECT * EXCLUDE (source) FROM steps ORDER BY k"
     with aligned(tmp_path_factory.mktemp("world"), {"iterations": rows}) as trace:
         result = trace.rows(columns)
     assert len(result) <= sum(s["end_ns"] is not None for s in steps)
-    for before, after in zip(result, result[1:], strict=False):
+    for before, after in pairwise(result):
         if before["engine"] == after["engine"]:
-            assert after["start_ns"] >= before["end_ns"] or after["start_ns"] == after["end_ns"] >= before["end_ns"]
+            assert (
+                after["start_ns"] >= before["end_ns"]
+                or after["start_ns"] == after["end_ns"] >= before["end_ns"]
+            )
     for row in result:
         assert row["tile_ns"] == row["end_ns"] - row["start_ns"] >= 0
     shuffled = random.Random(seed).sample(rows, len(rows))
@@ -375,7 +416,12 @@ def test_default_classes(ask: Ask) -> None:
     rows = [span(str(tokens), 0, S, prompt_tokens=tokens) for tokens in sizes]
     rows += [span("long", 0, S, output_tokens=2048), span("cut", 0, S, status="unfinished", max_tokens=4000)]
     rows += [span("named", 0, S, klass="chat")]
-    expected = {**{str(k): v for k, v in sizes.items()}, "long": "reasoning", "cut": "reasoning", "named": "chat"}
+    expected = {
+        **{str(k): v for k, v in sizes.items()},
+        "long": "reasoning",
+        "cut": "reasoning",
+        "named": "chat",
+    }
     got = ask({"requests": rows}, "SELECT request_id, klass FROM joined")
     assert {row["request_id"]: row["klass"] for row in got} == expected
 
@@ -387,7 +433,9 @@ def test_class_names_and_values_are_data(ask: Ask) -> None:
     classes = tuple(RequestClass(name, {}, {"tenant": (name,)}) for name in HOSTILE)
     rows = [span(name, 0, S, tenant=name) for name in HOSTILE] + [span("else", 0, S, tenant="other")]
     got = ask({"requests": rows}, "SELECT request_id, klass FROM joined", config=Config(classes))
-    assert {row["request_id"]: row["klass"] for row in got} == {name: name for name in HOSTILE} | {"else": "unknown"}
+    assert {row["request_id"]: row["klass"] for row in got} == {name: name for name in HOSTILE} | {
+        "else": "unknown"
+    }
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,9 @@ def test_ingest_accounts_for_every_file(tmp_path: Path) -> None:
         "evil\x1b[31m.bin": "\x00\x01\x02",
     }.items():
         (tmp_path / "in" / name).write_text(content)
-    (tmp_path / "in" / "client.jsonl").write_bytes(subprocess.check_output(["gzip", "-dc", EXAMPLE / "client.jsonl.gz"]))
+    (tmp_path / "in" / "client.jsonl").write_bytes(
+        subprocess.check_output(["gzip", "-dc", EXAMPLE / "client.jsonl.gz"])
+    )
     done = tailscope("ingest", tmp_path / "in", "-o", tmp_path / "t.parquet")
     assert done.returncode == 0, done.stderr
     assert "skipped, empty: empty.json" in done.stdout
@@ -81,7 +83,9 @@ def test_ingest_of_no_telemetry_is_an_error(tmp_path: Path) -> None:
         (["query", "TRACE", "SELECT nothing FROM requests"], "nothing"),
     ],
 )
-def test_a_mistake_is_one_sentence_and_status_2(trace: Path, tmp_path: Path, args: list[str], message: str) -> None:
+def test_a_mistake_is_one_sentence_and_status_2(
+    trace: Path, tmp_path: Path, args: list[str], message: str
+) -> None:
     done = tailscope(*[str(trace) if a == "TRACE" else a for a in args], cwd=tmp_path)
     assert done.returncode == 2
     assert message in done.stderr
@@ -93,7 +97,9 @@ def test_diagnose_prints_the_findings_and_says_what_to_change(trace: Path) -> No
     assert done.returncode == 0
     out = done.stdout
     assert out.startswith("FOUND  ")
-    positions = [out.index(part) for part in ("HIGH  KV cache ran out", "HIGH  Requests of class <512 wait behind")]
+    positions = [
+        out.index(part) for part in ("HIGH  KV cache ran out", "HIGH  Requests of class <512 wait behind")
+    ]
     assert positions == sorted(positions)
     for part in ("--max-num-batched-tokens", "--max-num-seqs", "3 aborted", "evidence", "against", "confirm"):
         assert part in out
@@ -122,7 +128,13 @@ def test_last_counts_from_the_end_of_the_trace(trace: Path) -> None:
 
 
 def test_query(trace: Path) -> None:
-    done = tailscope("query", trace, "SELECT status, count(*) AS n FROM requests GROUP BY ALL ORDER BY n DESC", "--format", "csv")
+    done = tailscope(
+        "query",
+        trace,
+        "SELECT status, count(*) AS n FROM requests GROUP BY ALL ORDER BY n DESC",
+        "--format",
+        "csv",
+    )
     assert done.stdout.splitlines()[:2] == ['"status","n"', '"ok",775']
 
 

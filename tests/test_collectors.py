@@ -96,7 +96,9 @@ def is_bad(tally: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("name", sorted(COLLECTORS))
 def test_half_of_a_collectors_cases_are_bad_input(name: str) -> None:
     cases = [c for c in CASES if c.parent.name == name]
-    bad = [c for c in cases if (c / "error.txt").exists() or is_bad(json.loads((c / "tally.json").read_text()))]
+    bad = [
+        c for c in cases if (c / "error.txt").exists() or is_bad(json.loads((c / "tally.json").read_text()))
+    ]
     assert cases, f"collector {name} has no cases"
     assert 2 * len(bad) >= len(cases)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,9 @@ def test_both_findings_and_nothing_else(example: Path) -> None:
 
 def test_each_request_span_counts_once_though_three_encodings_lie_in_the_folder(example: Path) -> None:
     with Trace(example) as trace:
-        spans = trace.rows("SELECT count(*) AS n, count(DISTINCT span_id) AS ids FROM requests WHERE span_id IS NOT NULL")
+        spans = trace.rows(
+            "SELECT count(*) AS n, count(DISTINCT span_id) AS ids FROM requests WHERE span_id IS NOT NULL"
+        )
         assert spans == [{"n": 259, "ids": 259}]
         duplicates = trace.rows("SELECT sum(rows_duplicate)::BIGINT AS n FROM sources WHERE kind = 'otlp'")
         assert duplicates == [{"n": 259}]
@@ -97,8 +100,13 @@ def test_says_which_requests_were_preempted(example: Path) -> None:
 def test_observers_are_joined(example: Path) -> None:
     with Trace(example) as trace:
         diagnose(trace, Config())
-        coverage = {r["join"]: (r["matched"], r["total"], r["ambiguous"]) for r in trace.rows("SELECT * FROM coverage")}
-        unseen = trace.rows("SELECT status, count(*) AS n FROM joined WHERE NOT engine_saw GROUP BY status ORDER BY status")
+        coverage = {
+            r["join"]: (r["matched"], r["total"], r["ambiguous"])
+            for r in trace.rows("SELECT * FROM coverage")
+        }
+        unseen = trace.rows(
+            "SELECT status, count(*) AS n FROM joined WHERE NOT engine_saw GROUP BY status ORDER BY status"
+        )
     assert coverage == {
         "client request → engine request": (217, 217, 0),
         "engine span → stat logger": (259, 259, 0),
@@ -122,7 +130,7 @@ def test_phase_a_couples_short_requests_to_long_prefills(example: Path) -> None:
     assert coupling.culprit.id == "<8k"
     assert coupling.culprit.detail["longest_prompt_tokens"] == 7400
     assert [v.id for v in coupling.victims] == ["<512"]
-    numbers: dict[str, Any] = next(e.data for e in coupling.evidence if "coupled_p50_s" in e.data)
+    numbers: Mapping[str, Any] = next(e.data for e in coupling.evidence if "coupled_p50_s" in e.data)
     # Known from the client's log: p50 4.81 s for those that overlap a long prefill, 0.074 s for the others.
     assert numbers["coupled_p50_s"] == pytest.approx(4.8, abs=0.2)
     assert numbers["uncoupled_p50_s"] == pytest.approx(0.074, abs=0.02)
@@ -134,8 +142,10 @@ def test_phase_b_is_a_kv_squeeze(example: Path) -> None:
     diagnosis = judged(example, PHASE_B)
     storm = finding(diagnosis, "preemption-storm")
     assert (storm.status, storm.severity) == ("found", "high")
-    assert not [f for f in diagnosis.findings if f.rule == "hol-coupling" and f.severity in ("high", "medium")]
-    stalled: dict[str, Any] = next(e.data for e in storm.evidence if "stalled_requests" in e.data)
+    assert not [
+        f for f in diagnosis.findings if f.rule == "hol-coupling" and f.severity in ("high", "medium")
+    ]
+    stalled: Mapping[str, Any] = next(e.data for e in storm.evidence if "stalled_requests" in e.data)
     assert stalled["stalled_requests"] == 25
     # The longest gap between two tokens of a request was 19.3 s; the step that ended it is not part of the wait.
     assert stalled["longest_s"] == pytest.approx(19.1, abs=0.4)
@@ -221,7 +231,9 @@ def test_slow_ranks_are_not_taken_for_coupling_or_preemption(tmp_path: Path, run
 
 
 @needs_captures
-@pytest.mark.parametrize(("run", "failed"), [("fail-moe-dp2-noallgatherv", 39), ("fail-moe-tp2-ep-segfault", 25)])
+@pytest.mark.parametrize(
+    ("run", "failed"), [("fail-moe-dp2-noallgatherv", 39), ("fail-moe-tp2-ep-segfault", 25)]
+)
 def test_a_failed_server_gets_no_latency_verdict(tmp_path: Path, run: str, failed: int) -> None:
     diagnosis = judged(traced(CAPTURES / "vllm-cpu" / run, tmp_path))
     assert diagnosis.verdict.status == "inconclusive"

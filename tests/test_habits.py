@@ -85,7 +85,7 @@ def test_a_rule_says_what_to_change_and_how_to_check(rule_and_query: tuple[Rule,
 
 
 def test_a_query_is_one_select_and_says_what_a_row_is(rule_and_query: tuple[Rule, str]) -> None:
-    rule, sql = rule_and_query
+    _, sql = rule_and_query
     (statement,) = duckdb.extract_statements(sql)
     assert statement.type == duckdb.StatementType.SELECT
     assert sql.startswith("-- One row per ")

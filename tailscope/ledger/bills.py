@@ -88,7 +88,12 @@ def _engines(trace: Trace, source: str, instance: str) -> list[int | None]:
 
 
 def _together(one: Prefills, other: Prefills) -> Prefills:
-    return Prefills(**{name: np.concatenate([getattr(one, name), getattr(other, name)]) for name in one.__dataclass_fields__})
+    return Prefills(
+        **{
+            name: np.concatenate([getattr(one, name), getattr(other, name)])
+            for name in one.__dataclass_fields__
+        }
+    )
 
 
 def _bookings(time: EngineTime, r: Requests, weight: Floats, gaps: Gaps, engines: int = 1) -> list[Booking]:
@@ -107,9 +112,14 @@ def _bookings(time: EngineTime, r: Requests, weight: Floats, gaps: Gaps, engines
         **_others_prefill("others_prefill_before", time, arrived, queued),
     }
     queueing: Parts = {
-        **{("queue_budget", c): time.between(sums, queued, scheduled) for c, sums in enumerate(time.budget_by)},
+        **{
+            ("queue_budget", c): time.between(sums, queued, scheduled)
+            for c, sums in enumerate(time.budget_by)
+        },
         **by_holder("queue_kv", time.between(time.blocked["kv"], queued, scheduled), held(queued, scheduled)),
-        **by_holder("queue_slots", time.between(time.blocked["slots"], queued, scheduled), held(queued, scheduled)),
+        **by_holder(
+            "queue_slots", time.between(time.blocked["slots"], queued, scheduled), held(queued, scheduled)
+        ),
     }
     own = np.zeros(len(r.rid))
     own[r.inside(time.steps)] = weight
@@ -148,7 +158,10 @@ def _bound(ledger: Ledger, guesses: list[list[Booking]]) -> None:
     """The least and the most that others' prefill can be for requests of unknown engine."""
     by_engine = np.array(
         [
-            np.sum([s for b in bill for (name, _), s in b.parts.items() if name.startswith("others_prefill")], axis=0)
+            np.sum(
+                [s for b in bill for (name, _), s in b.parts.items() if name.startswith("others_prefill")],
+                axis=0,
+            )
             for bill in guesses
         ]
     )
@@ -164,7 +177,12 @@ def _phases_only(r: Requests) -> list[Booking]:
         Booking("wait", wait, {}, "frontend"),
         Booking("queue", queue, {}, "queue"),
         # Without its parts, all of TTFT is one phase of which nothing is known.
-        Booking("prefill", prefill, {("prefill_phase", None): np.where(r.phases_known, prefill / 1e9, 0.0)}, "unexplained"),
+        Booking(
+            "prefill",
+            prefill,
+            {("prefill_phase", None): np.where(r.phases_known, prefill / 1e9, 0.0)},
+            "unexplained",
+        ),
         Booking("decode", decode, {}, "decode_phase"),
     ]
 
@@ -173,7 +191,9 @@ def write_gap_bills(trace: Trace, ledger: Ledger, gaps: pa.Table) -> None:
     """Fill `gap_lines` for token gaps: columns id, instance, engine, start_ns, end_ns (engine's clock), preempted."""
     con = trace.connection
     con.register("asked_gaps", gaps)
-    for instance, engine in con.execute("SELECT DISTINCT instance, engine FROM asked_gaps ORDER BY ALL").fetchall():
+    for instance, engine in con.execute(
+        "SELECT DISTINCT instance, engine FROM asked_gaps ORDER BY ALL"
+    ).fetchall():
         g = con.execute(
             "SELECT id, start_ns, end_ns, preempted FROM asked_gaps "
             "WHERE instance = $instance AND engine IS NOT DISTINCT FROM $engine ORDER BY id",
@@ -185,7 +205,9 @@ def write_gap_bills(trace: Trace, ledger: Ledger, gaps: pa.Table) -> None:
         times = [known] if known else [time for (name, _), time in ledger.times.items() if name == instance]
         bills = [[_gap_booking(time, start_ns, end_ns, preempted)] for time in times]
         nothing = [Booking("decode", end_ns - start_ns, {}, "decode_phase")]
-        Lines(trace, "gap_lines", np.asarray(g["id"], np.int64), ledger.culprits).book(mean_of(bills) if bills else nothing)
+        Lines(trace, "gap_lines", np.asarray(g["id"], np.int64), ledger.culprits).book(
+            mean_of(bills) if bills else nothing
+        )
     con.unregister("asked_gaps")
 
 

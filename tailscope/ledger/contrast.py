@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -55,7 +54,9 @@ def write_contrast(trace: Trace, ledger: Ledger, slos: tuple[Slo, ...], klass: s
     rows += _token_gaps(trace, ledger, klass)
     con.execute(_EXCESS)
     excess: dict[tuple[str, str], dict[str, float]] = {}
-    for row in trace.rows("SELECT klass, metric, component, sum(excess_s) AS s FROM excess GROUP BY ALL ORDER BY ALL"):
+    for row in trace.rows(
+        "SELECT klass, metric, component, sum(excess_s) AS s FROM excess GROUP BY ALL ORDER BY ALL"
+    ):
         excess.setdefault((row["klass"], row["metric"]), {})[row["component"]] = row["s"]
     order = {metric: i for i, metric in enumerate(METRICS)}
     classes = list(dict.fromkeys(r.klass for r in rows))
@@ -80,6 +81,7 @@ SELECT klass, metric, component, culprit,
        sum(weight * ns) / 1e9 AS excess_s
 FROM lines WHERE weight <> 0 GROUP BY ALL
 """
+
 
 def _request_metrics(trace: Trace, klass: str) -> list[ClassRow]:
     """TTFT, TPOT and E2E of a class: its rows, and the members of each tail and its typical counterpart."""
@@ -131,7 +133,9 @@ def _typical(values: Floats, alike: NDArray[np.int64]) -> Callable[[Floats], Flo
         result = np.zeros(len(values))
         for wanted in np.unique(cell[tail > 0]):
             # Requests of rare length are compared with the whole class.
-            inside, ranks = (cell == wanted, rank) if wanted >= 0 else (np.ones(len(values), bool), everywhere)
+            inside, ranks = (
+                (cell == wanted, rank) if wanted >= 0 else (np.ones(len(values), bool), everywhere)
+            )
             typical = inside & (ranks > TYPICAL[0]) & (ranks <= TYPICAL[1])
             result[typical] += tail[cell == wanted].sum() / typical.sum()
         return result
@@ -144,7 +148,7 @@ def _typical_of(values: Floats, among: NDArray[np.bool_]) -> Floats:
     rank = np.zeros(len(values))
     rank[among] = _rank_within(np.zeros(int(among.sum()), np.int64), values[among])
     typical = (rank > TYPICAL[0]) & (rank <= TYPICAL[1])
-    return typical / max(typical.sum(), 1)
+    return np.asarray(typical / max(typical.sum(), 1))
 
 
 def _with_excess(row: ClassRow, excess: dict[str, float], slos: tuple[Slo, ...]) -> ClassRow:
@@ -158,16 +162,12 @@ def _with_excess(row: ClassRow, excess: dict[str, float], slos: tuple[Slo, ...])
 
 
 def _describe(
-    klass: str, metric: str, observer: str, values: Floats, times_ns: NDArray[np.int64], n: int | None = None
+    klass: str, metric: str, observer: str, values: Floats, times_ns: NDArray[np.int64]
 ) -> tuple[ClassRow, NDArray[np.bool_] | None]:
     """The class's quantiles as far as the samples allow, and which values are its tail (None below MIN_REQUESTS)."""
-    n = len(values) if n is None else n
-    empty = dict(p50_s=None, p95_s=None, p99_s=None, ci99_s=None, range99_s=None, excess_s=None, excess={})
+    n = len(values)
+    row = ClassRow(klass, metric, observer, "requests", n, reason="too-few-samples")
     if n < MIN_REQUESTS:
-        row = ClassRow(
-            klass=klass, metric=metric, observer=observer, basis="requests", n=n, n_eff=None,
-            reason="too-few-samples", tail_rule=None, tail_n=0, **empty,  # type: ignore[arg-type]
-        )  # fmt: skip
         return row, None
     p50, p95, p99 = (float(v) for v in np.quantile(values, [0.5, 0.95, 0.99]))
     # What a quantile is worth depends on how the values beyond it cluster in time.
@@ -185,23 +185,16 @@ def _describe(
     if not tail.any():
         tail = values >= values.max()
     interval = stats.quantile_interval(values, 0.99, n_eff) if allowed99 else None
-    row = ClassRow(
-        klass=klass,
-        metric=metric,
-        observer=observer,
-        basis="requests",
-        n=n,
+    row = replace(
+        row,
         n_eff=n_eff,
         p50_s=p50,
         p95_s=p95 if allowed95 else None,
         p99_s=p99 if allowed99 else None,
         ci99_s=interval,
-        range99_s=None,
         reason=None if allowed99 else "too-few-samples",
         tail_rule=rule,
         tail_n=int(tail.sum()),
-        excess_s=None,
-        excess={},
     )
     return row, tail
 
@@ -228,7 +221,9 @@ def _token_gaps(trace: Trace, ledger: Ledger, klass: str | None) -> list[ClassRo
     con.execute(_GAPS, {"klass": klass})
     rows: list[ClassRow] = []
     asked: list[pa.Table] = []
-    for entry in trace.rows("SELECT klass, count(*) AS n, any_value(observer) AS observer FROM gaps GROUP BY klass ORDER BY klass"):
+    for entry in trace.rows(
+        "SELECT klass, count(*) AS n, any_value(observer) AS observer FROM gaps GROUP BY klass ORDER BY klass"
+    ):
         name, n = entry["klass"], entry["n"]
         stride = -(-n // MAX_VALUES)
         sample = con.execute(
@@ -250,14 +245,21 @@ def _token_gaps(trace: Trace, ledger: Ledger, klass: str | None) -> list[ClassRo
                 OR (end_ns - start_ns) / 1e9 BETWEEN $low AND $high AND hash(id) % greatest(1, $n // $most) = 0)
             ORDER BY id
             """,
-            {"klass": name, "threshold": threshold, "low": low, "high": high, "n": n // 5, "most": TYPICAL_GAPS},
+            {
+                "klass": name,
+                "threshold": threshold,
+                "low": low,
+                "high": high,
+                "n": n // 5,
+                "most": TYPICAL_GAPS,
+            },
         ).fetchnumpy()
         is_tail = np.asarray(members["tail"], bool)
         ids, member_values = np.asarray(members["id"], np.int64), np.asarray(members["value"], np.float64)
         weights = np.where(is_tail, 1 / max(is_tail.sum(), 1), -1 / max((~is_tail).sum(), 1))
         _add_members(trace, name, "ITL", ids, np.zeros(len(ids)), weights, is_tail)
         rows.append(replace(row, tail_n=int(is_tail.sum()), excess_s=float(weights @ member_values)))
-        con.register("asked_ids", pa.table({"id": ids}))
+        con.register("asked_ids", pa.table({"id": pa.array(ids)}))
         asked.append(con.sql("SELECT g.* FROM gaps g SEMI JOIN asked_ids USING (id)").to_arrow_table())
         con.unregister("asked_ids")
     if asked:
@@ -284,10 +286,18 @@ FROM chunks WHERE before_ns IS NOT NULL AND time_ns >= before_ns
 
 
 def _add_members(
-    trace: Trace, klass: str, metric: str, ids: NDArray[np.int64], before: Floats, decode: Floats, tail: NDArray[np.bool_]
+    trace: Trace,
+    klass: str,
+    metric: str,
+    ids: NDArray[np.int64],
+    before: Floats,
+    decode: Floats,
+    tail: NDArray[np.bool_],
 ) -> None:
     chosen = (before != 0) | (decode != 0)
-    rows: Any = pa.table({"id": ids[chosen], "before": before[chosen], "decode": decode[chosen], "tail": tail[chosen]})
+    rows = pa.table(
+        {"id": ids[chosen], "before": before[chosen], "decode": decode[chosen], "tail": tail[chosen]}
+    )
     trace.connection.register("new_members", rows)
     trace.connection.execute(
         "INSERT INTO members SELECT $klass, $metric, id, before, decode, tail FROM new_members",

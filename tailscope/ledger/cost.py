@@ -36,7 +36,9 @@ class CostModel:
     explained: float
     steps: int
 
-    def split(self, base_features: Floats, prefill_features: Floats, tile: Floats) -> tuple[Floats, Floats, Floats]:
+    def split(
+        self, base_features: Floats, prefill_features: Floats, tile: Floats
+    ) -> tuple[Floats, Floats, Floats]:
         """Each step's measured duration as (base, prefill, unexplained), summing to it exactly.
 
         Inside the model's usual spread the step's noise is shared in proportion; what lies beyond is unexplained.

@@ -70,7 +70,14 @@ def write_coupling(trace: Trace) -> None:
                 rows.append(_test(trace, victim, culprit))
     schema = pa.schema(
         [
-            (name, pa.string() if name in ("victim", "culprit") else pa.float64() if _is_float(name) else pa.int64())
+            (
+                name,
+                pa.string()
+                if name in ("victim", "culprit")
+                else pa.float64()
+                if _is_float(name)
+                else pa.int64(),
+            )
             for name in Coupling.__dataclass_fields__
         ]
     )
@@ -123,7 +130,9 @@ def _test(trace: Trace, victim: dict[str, Any], culprit: dict[str, Any]) -> Coup
         control_difference_s=control.difference if control else None,
         control_p_value=control.p_value if control else None,
         first_ns=int(times[coupled].min()) if coupled.any() else None,
-        last_ns=int(np.asarray(requests["first_token_ns"], np.int64)[coupled].max()) if coupled.any() else None,
+        last_ns=int(np.asarray(requests["first_token_ns"], np.int64)[coupled].max())
+        if coupled.any()
+        else None,
     )
 
 
@@ -157,7 +166,11 @@ def _pooled_test(
         return stats.exposure_test(times[mine], ttft[mine], *culprits, window_ns=window, strata=strata)
 
     others = [w for other, w in windows.items() if other != name]
-    control = test((np.concatenate([w[0] for w in others]), np.concatenate([w[1] for w in others]))) if others else None
+    control = (
+        test((np.concatenate([w[0] for w in others]), np.concatenate([w[1] for w in others])))
+        if others
+        else None
+    )
     nothing = np.empty(0, np.int64)
     return test(windows.get(name, (nothing, nothing))), control
 

@@ -184,5 +184,7 @@ def _prefix(values: Floats) -> Floats:
 
 def _active(first: NDArray[np.intp], beyond: NDArray[np.intp], values: Floats, n: int) -> Floats:
     """Sum of `values` over the intervals [first, beyond) that contain each of n steps."""
-    change = np.bincount(first, weights=values, minlength=n + 1) - np.bincount(beyond, weights=values, minlength=n + 1)
+    change = np.bincount(first, weights=values, minlength=n + 1) - np.bincount(
+        beyond, weights=values, minlength=n + 1
+    )
     return np.asarray(np.cumsum(change)[:n])

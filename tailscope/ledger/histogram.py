@@ -47,17 +47,8 @@ def histogram_rows(trace: Trace, slos: tuple[Slo, ...]) -> list[ClassRow]:
                 observer="engine",
                 basis="histogram",
                 n=n,
-                n_eff=None,
-                p50_s=None,
-                p95_s=None,
-                p99_s=None,
-                ci99_s=None,
                 range99_s=(low, high),
                 reason="histogram buckets",
-                tail_rule=None,
-                tail_n=0,
-                excess_s=None,
-                excess={},
                 slo_broken=any(low >= limit for limit in limits),
             )
         )

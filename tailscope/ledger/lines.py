@@ -80,7 +80,9 @@ class Lines:
             rest = (booking.rest, None)
             lines[rest] = lines[rest] + left if rest in lines else left
             for (component, culprit), ns in lines.items():
-                self._append(booking.place, component, None if culprit is None else self._culprits[culprit], ns)
+                self._append(
+                    booking.place, component, None if culprit is None else self._culprits[culprit], ns
+                )
 
     def _append(self, place: str, component: str, culprit: str | None, ns: Ints) -> None:
         some = ns > 0
@@ -89,7 +91,8 @@ class Lines:
             return
         texts = (pa.repeat(pa.scalar(text, pa.string()), count) for text in (place, component, culprit))
         rows = pa.Table.from_arrays(
-            [pa.array(self._ids[some]), *texts, pa.array(ns[some])], names=["id", "place", "component", "culprit", "ns"]
+            [pa.array(self._ids[some]), *texts, pa.array(ns[some])],
+            names=["id", "place", "component", "culprit", "ns"],
         )
         self._trace.connection.register("new_lines", rows)
         self._trace.connection.execute(f"INSERT INTO {self._table} SELECT * FROM new_lines")

@@ -96,9 +96,10 @@ def load_requests(trace: Trace, instance: str, engine: int | None, culprits: tup
     index = {name: i for i, name in enumerate(culprits)}
     names, inverse = np.unique(np.asarray(columns.pop("klass")).astype(str), return_inverse=True)
     of_name = np.array([index.get(str(name), len(culprits) - 1) for name in names], dtype=np.intp)
-    exact = {name: np.asarray(columns.pop(name), np.int64) for name in ("rid", "arrival_ns", "ttft_ns", "e2e_ns")}
-    culprit = of_name[inverse] if len(names) else np.empty(0, dtype=np.intp)
-    return Requests(**exact, **{name: _floats(values) for name, values in columns.items()}, culprit=culprit)
+    exact = ("rid", "arrival_ns", "ttft_ns", "e2e_ns")
+    arrays: dict[str, Any] = {name: np.asarray(columns.pop(name), np.int64) for name in exact}
+    arrays |= {name: _floats(values) for name, values in columns.items()}
+    return Requests(**arrays, culprit=of_name[inverse] if len(names) else np.empty(0, dtype=np.intp))
 
 
 def load_steps(trace: Trace, instance: str, engine: int | None) -> Steps:
@@ -107,12 +108,15 @@ def load_steps(trace: Trace, instance: str, engine: int | None) -> Steps:
         "kv_usage FROM steps WHERE instance = $instance AND engine IS NOT DISTINCT FROM $engine ORDER BY k",
         {"instance": instance, "engine": engine},
     ).fetchnumpy()
-    times = {name: np.asarray(columns.pop(name), np.int64) for name in ("start_ns", "end_ns")}
-    return Steps(**times, **{name: _floats(values) for name, values in columns.items()})
+    arrays: dict[str, Any] = {
+        name: np.asarray(columns.pop(name), np.int64) for name in ("start_ns", "end_ns")
+    }
+    arrays |= {name: _floats(values) for name, values in columns.items()}
+    return Steps(**arrays)
 
 
 def _floats(values: Any) -> Floats:
     """A DuckDB column as float64, NULL as NaN."""
     if isinstance(values, np.ma.MaskedArray):
-        return np.asarray(values.astype(np.float64).filled(np.nan))
+        return np.asarray(np.ma.filled(values.astype(np.float64), np.nan))
     return np.asarray(values, np.float64)

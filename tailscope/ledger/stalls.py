@@ -73,11 +73,16 @@ class Stalls:
         self._unseen = np.flatnonzero((requests.preemptions > 0) & ~seen)
         first_ns = requests.arrival_ns + requests.ttft_ns
         last_ns = first_ns + requests.phases()[3]
-        self._first, self._last = Place(time.steps, first_ns[self._unseen]), Place(time.steps, last_ns[self._unseen])
+        self._first, self._last = (
+            Place(time.steps, first_ns[self._unseen]),
+            Place(time.steps, last_ns[self._unseen]),
+        )
         steps = time.between(time.count, self._first, self._last)
         # A request that runs gets a token a step; the steps beyond those are the ones it was left out of.
         left_out = steps - (np.nan_to_num(requests.output_tokens[self._unseen]) - 1)
-        self._share = np.where(left_out >= MIN_STALL_STEPS, np.clip(left_out / np.maximum(steps, 1.0), 0.0, 1.0), 0.0)
+        self._share = np.where(
+            left_out >= MIN_STALL_STEPS, np.clip(left_out / np.maximum(steps, 1.0), 0.0, 1.0), 0.0
+        )
 
     def of(self, sums: Floats) -> Floats:
         """What of a prefix sum lies in each request's stalls."""
@@ -88,7 +93,9 @@ class Stalls:
 
     def parts(self) -> Parts:
         """The stalls, divided among the classes by the KV cache they held meanwhile."""
-        return by_holder("preempted", self.of(self._time.busy), [self.of(held) for held in self._time.held_by])
+        return by_holder(
+            "preempted", self.of(self._time.busy), [self.of(held) for held in self._time.held_by]
+        )
 
 
 def resumption_ns(time: EngineTime, end: Place) -> Ints:

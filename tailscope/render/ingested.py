@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tailscope.ingest import Outcome
-from tailscope.render.safe import printable
+from tailscope.safe import printable
 
 
 def render(outcomes: list[Outcome], trace: str, console: Console, base: Path | None = None) -> None:
@@ -23,7 +23,9 @@ def render(outcomes: list[Outcome], trace: str, console: Console, base: Path | N
         table.add_column("rows", overflow="fold")
         table.add_column("left out", overflow="fold")
         for outcome in read:
-            rows = ", ".join(f"{n:,} {name}" for name, n in outcome.stored.rows.items() if n and name != "sources")
+            rows = ", ".join(
+                f"{n:,} {name}" for name, n in outcome.stored.rows.items() if n and name != "sources"
+            )
             table.add_row(Text(_name(outcome, base)), outcome.kind, rows or "none", Text(_left_out(outcome)))
         console.print(table)
     for outcome in outcomes:
@@ -51,11 +53,19 @@ def render(outcomes: list[Outcome], trace: str, console: Console, base: Path | N
 
 def _left_out(outcome: Outcome) -> str:
     parts = [
-        f"{count:,} rejected: {reason}{_first(outcome, reason)}" for reason, count in outcome.tally.rejected.most_common()
+        f"{count:,} rejected: {reason}{_first(outcome, reason)}"
+        for reason, count in outcome.tally.rejected.most_common()
     ]
-    parts += [f"{count:,} values left empty: {reason}{_first(outcome, reason)}" for reason, count in outcome.tally.blanked.most_common()]
+    parts += [
+        f"{count:,} values left empty: {reason}{_first(outcome, reason)}"
+        for reason, count in outcome.tally.blanked.most_common()
+    ]
     parts += [f"{outcome.stored.duplicate:,} known already"] if outcome.stored.duplicate else []
-    parts += [f"{outcome.stored.conflicting:,} with a known key but other content (kept)"] if outcome.stored.conflicting else []
+    parts += (
+        [f"{outcome.stored.conflicting:,} with a known key but other content (kept)"]
+        if outcome.stored.conflicting
+        else []
+    )
     parts += [f"{count:,} {reason}" for reason, count in outcome.tally.skipped.most_common()]
     return "; ".join(parts)
 

@@ -12,9 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from tailscope.model import ClassRow, Diagnosis, Finding, Party
-from tailscope.render.safe import printable
+from tailscope.safe import printable
 
-STATUS_STYLE = {"found": "bold red", "nothing": "bold green", "inconclusive": "bold yellow", "no-data": "bold yellow"}
+STATUS_STYLE = {
+    "found": "bold red",
+    "nothing": "bold green",
+    "inconclusive": "bold yellow",
+    "no-data": "bold yellow",
+}
 SEVERITY_STYLE = {"high": "bold red", "medium": "bold yellow", "low": "bold cyan"}
 TRUST_MARK = {"pass": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "bold red")}
 #: Parts of an excess smaller than this are not worth a place in a line.
@@ -28,7 +33,9 @@ def render(diagnosis: Diagnosis, console: Console) -> None:
 
 def _parts(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     verdict = diagnosis.verdict
-    yield Text.assemble((f"{verdict.status.upper()}  ", STATUS_STYLE[verdict.status]), (printable(verdict.text, 600), "bold"))
+    yield Text.assemble(
+        (f"{verdict.status.upper()}  ", STATUS_STYLE[verdict.status]), (printable(verdict.text, 600), "bold")
+    )
     yield Text(_scope(diagnosis), "dim")
     for warning in diagnosis.trace.get("warnings", ()):
         yield Text(f"warning: {printable(warning, 400)}", "yellow")
@@ -42,7 +49,9 @@ def _parts(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     yield Text()
     yield _heading("Rules")
     for check in diagnosis.checks:
-        yield Text.assemble("  ", (f"{check.rule:20}", "bold"), f" {check.status:13} {printable(check.reason, 300)}")
+        yield Text.assemble(
+            "  ", (f"{check.rule:20}", "bold"), f" {check.status:13} {printable(check.reason, 300)}"
+        )
     yield Text()
     yield _heading("Trust")
     for entry in diagnosis.trust:
@@ -61,7 +70,9 @@ def _heading(text: str) -> Text:
 
 def _scope(diagnosis: Diagnosis) -> str:
     trace = diagnosis.trace
-    rows = ", ".join(f"{count:,} {name}" for name, count in trace["rows"].items() if name not in ("sources", "series"))
+    rows = ", ".join(
+        f"{count:,} {name}" for name, count in trace["rows"].items() if name not in ("sources", "series")
+    )
     window = ""
     if trace["first_ns"] is not None:
         first, last = _time(trace["first_ns"]), _time(trace["last_ns"])
@@ -75,7 +86,13 @@ def _time(ns: int) -> datetime:
 
 def _classes(rows: list[ClassRow]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
-    for name, justify in (("class", "left"), ("metric", "left"), ("n", "right"), ("p50", "right"), ("p95", "right")):
+    for name, justify in (
+        ("class", "left"),
+        ("metric", "left"),
+        ("n", "right"),
+        ("p50", "right"),
+        ("p95", "right"),
+    ):
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     table.add_column("p99", justify="right")
     table.add_column("tail above typical, and where it went", overflow="fold")
@@ -100,8 +117,10 @@ def _p99(row: ClassRow) -> str:
     if row.p99_s is None:
         return "few samples" if row.reason == "too-few-samples" else "-"
     broken = " SLO!" if row.slo_broken else ""
-    return f"{_seconds(row.p99_s)} [{_seconds(row.ci99_s[0])}, {_seconds(row.ci99_s[1])}]{broken}" if row.ci99_s else (
-        f"{_seconds(row.p99_s)}{broken}"
+    return (
+        f"{_seconds(row.p99_s)} [{_seconds(row.ci99_s[0])}, {_seconds(row.ci99_s[1])}]{broken}"
+        if row.ci99_s
+        else (f"{_seconds(row.p99_s)}{broken}")
     )
 
 
@@ -110,7 +129,11 @@ def _excess(row: ClassRow) -> str:
         return "" if row.basis == "histogram" else "too few requests"
     parts = sorted(row.excess.items(), key=lambda item: -item[1])
     shown = [f"{name} {_seconds(s)}" for name, s in parts if s >= SMALLEST_PART * abs(row.excess_s)][:4]
-    return f"{row.tail_rule}: +{_seconds(row.excess_s)} = {' + '.join(shown)}" if shown else f"+{_seconds(row.excess_s)}"
+    return (
+        f"{row.tail_rule}: +{_seconds(row.excess_s)} = {' + '.join(shown)}"
+        if shown
+        else f"+{_seconds(row.excess_s)}"
+    )
 
 
 def _finding(number: int, finding: Finding) -> Group:
@@ -133,7 +156,10 @@ def _finding(number: int, finding: Finding) -> Group:
         for i, entry in enumerate(entries):
             body.add_row(label if i == 0 else "", printable(entry.text, 400))
     for i, remedy in enumerate(finding.remedies):
-        body.add_row("change" if i == 0 else "", f"{i + 1}. {remedy.do}: {remedy.flag} ({remedy.versions}). Cost: {remedy.cost}")
+        body.add_row(
+            "change" if i == 0 else "",
+            f"{i + 1}. {remedy.do}: {remedy.flag} ({remedy.versions}). Cost: {remedy.cost}",
+        )
     for i, text in enumerate(finding.confirm_by):
         body.add_row("confirm" if i == 0 else "", text)
     lines.append(body)
@@ -141,7 +167,11 @@ def _finding(number: int, finding: Finding) -> Group:
 
 
 def _party(party: Party) -> str:
-    detail = ", ".join(f"{printable(str(k)).replace('_', ' ')} {printable(str(v))}" for k, v in party.detail.items() if v is not None)
+    detail = ", ".join(
+        f"{printable(str(k)).replace('_', ' ')} {printable(str(v))}"
+        for k, v in party.detail.items()
+        if v is not None
+    )
     return f"{party.kind} {printable(party.id)}" + (f" ({detail})" if detail else "")
 
 

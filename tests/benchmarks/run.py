@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from worlds import write_world
+from big_worlds import write_world
 
 BARE = "import typer\napp = typer.Typer()\n@app.command()\ndef a(x: int = 1): ...\n@app.command()\ndef b(x: int = 1): ...\napp()\n"
 
@@ -57,13 +57,17 @@ def scale(folder: Path, requests: int) -> None:
         write_world(trace, n, 4 * n)
         wall, peak = timed(*cli("diagnose", str(trace), "--format", "json"))
         walls.append(wall)
-        print(f"diagnose          {n:,} requests x {4 * n:,} iterations: {wall:.1f} s, {peak:,.0f} MB (limit 60 s, 4,096 MB at 1 M)")
+        print(
+            f"diagnose          {n:,} requests x {4 * n:,} iterations: {wall:.1f} s, {peak:,.0f} MB (limit 60 s, 4,096 MB at 1 M)"
+        )
     print(f"doubling          x{walls[1] / walls[0]:.2f} (limit x2.2)")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--full", action="store_true", help="1 M requests x 4 M iterations; without it a tenth")
+    parser.add_argument(
+        "--full", action="store_true", help="1 M requests x 4 M iterations; without it a tenth"
+    )
     full = parser.parse_args().full
     load = os.getloadavg()[0]
     print(f"{os.cpu_count()} cores, load {load:.1f}{' (busy: times are upper bounds)' if load > 0.5 else ''}")
@@ -72,7 +76,9 @@ def main() -> None:
         startup()
         demo(folder)
         scale(folder, 1_000_000 if full else 100_000)
-    print(f"finished in {time.process_time():.0f} s of our own time, {resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime:.0f} s of children's")
+    print(
+        f"finished in {time.process_time():.0f} s of our own time, {resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime:.0f} s of children's"
+    )
 
 
 if __name__ == "__main__":

@@ -18,8 +18,16 @@ def write_world(trace: Path, requests: int, iterations: int, engines: int = 4, s
     """A trace of `requests` request spans over `iterations` engine steps, 2 % of the prompts long."""
     for engine in range(engines):
         with SourceWriter(trace, f"{engine:016x}") as writer:
-            _write_engine(writer, requests // engines, iterations // engines, engine, np.random.default_rng((seed, engine)))
-            writer.commit({"kind": "synthetic", "path": f"engine{engine}", "folder": "world", "instances": ["world"]})
+            _write_engine(
+                writer,
+                requests // engines,
+                iterations // engines,
+                engine,
+                np.random.default_rng((seed, engine)),
+            )
+            writer.commit(
+                {"kind": "synthetic", "path": f"engine{engine}", "folder": "world", "instances": ["world"]}
+            )
 
 
 def _write_engine(writer: SourceWriter, n: int, steps: int, engine: int, random: np.random.Generator) -> None:
@@ -74,7 +82,9 @@ def _write_engine(writer: SourceWriter, n: int, steps: int, engine: int, random:
             ),
         )
     front = (random.exponential(0.003, n) * 1e9).astype(np.int64)
-    arrival = start_ns[first_step] - (random.random(n) * seconds[first_step - 1] * 1e9).astype(np.int64) - front
+    arrival = (
+        start_ns[first_step] - (random.random(n) * seconds[first_step - 1] * 1e9).astype(np.int64) - front
+    )
     first_token, finished = end_ns[first_token_step], end_ns[end_step]
     for low in range(0, n, 100_000):
         part = slice(low, low + 100_000)
