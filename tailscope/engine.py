@@ -43,7 +43,7 @@ def diagnose(trace: Trace, config: Config, scope: Scope | None = None) -> Diagno
     explained = _explained(trace, findings, classes)
     return Diagnosis(
         trace=_about(trace),
-        verdict=_verdict(trace, classes, findings, explained),
+        verdict=_verdict(trace, classes, checks, findings, explained),
         classes=tuple(classes),
         checks=tuple(checks),
         findings=tuple(findings),
@@ -119,7 +119,11 @@ def _explained(trace: Trace, findings: Sequence[Finding], classes: Sequence[Clas
 
 
 def _verdict(
-    trace: Trace, classes: Sequence[ClassRow], findings: Sequence[Finding], explained: float | None
+    trace: Trace,
+    classes: Sequence[ClassRow],
+    checks: Sequence[Check],
+    findings: Sequence[Finding],
+    explained: float | None,
 ) -> Verdict:
     outcome = trace.rows(
         "SELECT count(*) AS n, count(*) FILTER (WHERE status IN ('error', 'timeout', 'rejected')) AS failed FROM joined"
@@ -146,9 +150,12 @@ def _verdict(
     if with_tail:
         if any(f.status == "inconclusive" for f in findings):
             return Verdict(findings[0].title + ", but the data cannot decide why.", "inconclusive", None)
-        return Verdict(
-            f"No rule found a cause in {n:,} requests." + _largest_component(with_tail), "nothing", None
-        )
+        undecided = [check.rule for check in checks if check.status != "clear"]
+        largest = _largest_component(with_tail)
+        if len(undecided) == len(checks):
+            return Verdict(f"No rule could decide on {n:,} requests.{largest}", "inconclusive", None)
+        but = f", but {' and '.join(undecided)} could not decide" if undecided else ""
+        return Verdict(f"No rule found a cause in {n:,} requests{but}.{largest}", "nothing", None)
     histograms = [row for row in classes if row.basis == "histogram" and row.range99_s]
     if histograms:
         row = histograms[0]

@@ -276,3 +276,8 @@ def test_less_telemetry_decides_less_and_says_what_is_missing(tmp_path: Path, pa
     diagnosis = judged(traced(source, tmp_path))
     assert {c.rule: c.status for c in diagnosis.checks} == expected
     assert diagnosis.missing
+    if "found" in expected.values():
+        assert diagnosis.verdict.status == "found"
+    else:
+        # Nothing was looked at closely enough to be called healthy.
+        assert diagnosis.verdict.status == ("no-data" if part == "log" else "inconclusive")

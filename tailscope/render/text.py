@@ -180,10 +180,12 @@ def _seconds(value: float | None) -> str:
     if value is None:
         return "-"
     size = abs(value)
+    if size < 1e-9:
+        return "0 s"
     if size >= 100:
         return f"{value:,.0f} s"
     if size >= 1:
         return f"{value:.3g} s"
-    if size >= 1e-3 or size == 0:
+    if size >= 1e-3:
         return f"{value * 1e3:.3g} ms"
     return f"{value * 1e6:.3g} µs"
