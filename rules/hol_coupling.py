@@ -22,7 +22,7 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
         )
     if not rows[0]["has_steps"] and not any(could_have_shown(r, limits) for r in rows):
         return Decision(
-            "inconclusive", "no iterations, and too few independent requests met a long prefill to test it"
+            "inconclusive", "no iterations at the requests' time, and too few independent requests met a long prefill to test it"
         )
     return Decision("clear", "long prefills explain too little of any class's tail")
 
@@ -80,7 +80,7 @@ def by_statistics(row: Mapping[str, Any], limits: Mapping[str, float]) -> Findin
         evidence=(exposure(row),),
         counter_evidence=(
             Evidence(
-                "no iterations in the trace: it is not known which requests shared a step with the prefills"
+                "no iterations at the requests' time: it is not known which requests shared a step with the prefills"
             ),
             control(row),
         ),

@@ -14,7 +14,8 @@ SELECT
     (SELECT max(prompt_tokens) FROM joined WHERE klass = c.culprit AND billed) AS culprit_longest,
     (SELECT max(tile_ns) / 1e9 FROM steps s WHERE prefill_tokens > 0 AND s.end_ns BETWEEN c.first_ns AND c.last_ns) AS longest_step_s,
     (SELECT median(tile_ns) / 1e9 FROM steps WHERE prefill_tokens = 0) AS usual_step_s,
-    (SELECT count(*) FROM steps) > 0 AS has_steps
+    -- Steps that do not cover the requests (another zone, another time) say nothing of them.
+    coalesce((SELECT any_value(matched >= 0.5 * total) FROM coverage WHERE "join" = 'request → iterations' AND total > 0), false) AS has_steps
 FROM coupling c
 JOIN class_rows k ON k.klass = c.victim AND k.metric IN ('TTFT', 'TPOT', 'ITL', 'E2E')
 LEFT JOIN blamed b ON b.victim = c.victim AND b.culprit = c.culprit AND b.metric = k.metric

@@ -17,7 +17,7 @@ from tailscope.model import Rule
 
 RULES = registry.rules()
 COLLECTORS = registry.collectors()
-SENTENCE = re.compile(r"[A-Z0-9`][^\n]*\.", re.DOTALL)
+SENTENCE = re.compile(r"(?:[A-Z0-9`]|vLLM)[^\n]*\.")
 PYTHON = [path for path in source_files("tailscope", "collectors", "rules", "tests") if path.suffix == ".py"]
 
 

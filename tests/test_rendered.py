@@ -82,7 +82,11 @@ def test_links_lead_somewhere(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_exist_with_their_options(page: str) -> None:
     text = without_demo((ROOT / page).read_text(encoding="utf-8"))
-    named = re.findall(r"(?:^|`|&& |\. )tailscope ([a-z]\w*)((?:[^`\n\\]|\\\n)*)", text, re.MULTILINE)
+    blocks = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+    code = [block for language, block in blocks.findall(text) if language == "sh"]
+    code += re.findall(r"`([^`\n]+)`", blocks.sub("", text))
+    call = re.compile(r"(?:^|&& |--from \. )tailscope ([a-z]\w*)((?:[^\n\\]|\\\n)*)", re.MULTILINE)
+    named = [found for piece in code for found in call.findall(piece)]
     for name, rest in named:
         assert name in COMMANDS, f"{page}: tailscope {name}"
         known = {option for parameter in COMMANDS[name].params for option in parameter.opts}

@@ -52,39 +52,60 @@ def write_bills(trace: Trace, budgets: dict[str, float]) -> Ledger:
 
 
 def _write_instance(trace: Trace, ledger: Ledger, gaps: Gaps, instance: str, budget: float | None) -> None:
-    where = "WHERE instance = $instance"
-    stepped = _engines(trace, f"steps {where}", instance)
-    asked = _engines(trace, f"joined {where} AND billed", instance)
-    unknown = load_requests(trace, instance, None, ledger.culprits)
+    known = {"instance": instance}
+    spans = {
+        row["engine"]: (row["first_ns"], row["last_ns"])
+        for row in trace.rows(
+            "SELECT engine, min(start_ns) AS first_ns, max(end_ns) AS last_ns FROM steps "
+            "WHERE instance = $instance GROUP BY engine ORDER BY engine",
+            known,
+        )
+    }
     # Requests that name no engine may have run on any of several.
-    anywhere = unknown if len(unknown.rid) and stepped and None not in stepped else None
+    everywhere = (
+        (min(first for first, _ in spans.values()), max(last for _, last in spans.values()))
+        if spans
+        else None
+    )
+    anywhere: Requests | None = None
+    for row in trace.rows(
+        "SELECT engine FROM joined WHERE instance = $instance AND billed GROUP BY engine ORDER BY engine",
+        known,
+    ):
+        engine = row["engine"]
+        if engine not in spans:
+            requests = load_requests(trace, instance, engine, ledger.culprits)
+            spread = engine is None and everywhere is not None
+            covered = (
+                requests.covered(*everywhere) if spread and everywhere else np.zeros(len(requests.rid), bool)
+            )
+            outside = requests.select(~covered)
+            _book(trace, ledger, outside, _phases_only(outside))
+            anywhere = requests.select(covered) if covered.any() else None
     guesses = []
-    for engine in stepped:
+    for engine, span in spans.items():
         requests = load_requests(trace, instance, engine, ledger.culprits)
+        covered = requests.covered(*span)
+        outside, requests = requests.select(~covered), requests.select(covered)
+        _book(trace, ledger, outside, _phases_only(outside))
         steps = load_steps(trace, instance, engine)
         prefills = requests.prefills(steps)
         if anywhere is not None:
-            prefills = _together(prefills, anywhere.prefills(steps, 1 / len(stepped)))
+            prefills = _together(prefills, anywhere.prefills(steps, 1 / len(spans)))
         time = EngineTime(steps, prefills, len(ledger.culprits), budget)
         ledger.times[instance, engine] = time
         ledger.engines.append(_about(time, instance, engine))
-        known = int(requests.inside(steps).sum())
-        bills = _bookings(time, requests, time.weight[:known], gaps)
-        Lines(trace, "bill_lines", requests.rid, ledger.culprits).book(bills)
+        own = int(requests.inside(steps).sum())
+        _book(trace, ledger, requests, _bookings(time, requests, time.weight[:own], gaps))
         if anywhere is not None:
-            guesses.append(_bookings(time, anywhere, time.weight[known:], gaps, len(stepped)))
+            guesses.append(_bookings(time, anywhere, time.weight[own:], gaps, len(spans)))
     if anywhere is not None:
-        Lines(trace, "bill_lines", anywhere.rid, ledger.culprits).book(mean_of(guesses))
+        _book(trace, ledger, anywhere, mean_of(guesses))
         _bound(ledger, guesses)
-    for engine in asked:
-        if engine not in stepped and not (engine is None and anywhere is not None):
-            requests = load_requests(trace, instance, engine, ledger.culprits)
-            Lines(trace, "bill_lines", requests.rid, ledger.culprits).book(_phases_only(requests))
 
 
-def _engines(trace: Trace, source: str, instance: str) -> list[int | None]:
-    rows = trace.rows(f"SELECT engine FROM {source} GROUP BY engine ORDER BY engine", {"instance": instance})
-    return [row["engine"] for row in rows]
+def _book(trace: Trace, ledger: Ledger, requests: Requests, bookings: list[Booking]) -> None:
+    Lines(trace, "bill_lines", requests.rid, ledger.culprits).book(bookings)
 
 
 def _together(one: Prefills, other: Prefills) -> Prefills:

@@ -19,8 +19,8 @@ Ints = NDArray[np.int64]
 #: A request counts as coupled to a class when its steps held at least this much of the class's prefill.
 COUPLED_NS = 1_000_000
 #: Own load is what arrived in this long before a request.
-LOAD_WINDOW_NS = 10_000_000_000
-LOAD_STRATA = 4
+LOAD_WINDOW_NS = 5_000_000_000
+LOAD_STRATA = 8
 #: Latencies used by the statistical test.
 MAX_VICTIMS = 10_000
 #: Culprits whose prompts are not at least this many times as long cannot be a head of line.

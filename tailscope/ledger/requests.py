@@ -50,6 +50,13 @@ class Requests:
         known = np.isfinite(self.queue_ns) & np.isfinite(self.prefill_ns)
         return np.asarray(known & (np.nan_to_num(self.queue_ns) >= 0) & (np.nan_to_num(self.prefill_ns) >= 0))
 
+    def select(self, chosen: NDArray[np.bool_]) -> Requests:
+        return Requests(**{name: getattr(self, name)[chosen] for name in self.__dataclass_fields__})
+
+    def covered(self, first_ns: int, last_ns: int) -> NDArray[np.bool_]:
+        """Which requests have their time to the first token at least partly in [first_ns, last_ns]."""
+        return np.asarray((self.arrival_ns + self.ttft_ns > first_ns) & (self.arrival_ns < last_ns))
+
     def inside(self, steps: Steps) -> NDArray[np.bool_]:
         """Which prefills lie in the steps' time, and have a known size."""
         wait, queue, _, _ = self.phases()
