@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+# An environment that uv made has none.
+NEEDS_PIP = $(RUN) -m pip --version >/dev/null 2>&1 || $(RUN) -m ensurepip >/dev/null
 
 .PHONY: help demo test check docs bench clean
 .DEFAULT_GOAL := help
@@ -40,11 +42,13 @@ clean:
 # An install is editable, so only pyproject.toml can make it stale.
 $(VENV)/installed: pyproject.toml $(VENV)/pyvenv.cfg
 	@echo "installing tailscope into $(VENV)"
+	@$(NEEDS_PIP)
 	@$(RUN) -m pip install --quiet --disable-pip-version-check --editable .
 	@touch $@
 
 $(VENV)/installed-dev: pyproject.toml $(VENV)/pyvenv.cfg
 	@echo "installing tailscope and what its tests need into $(VENV)"
+	@$(NEEDS_PIP)
 	@$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	@touch $(VENV)/installed $@
 

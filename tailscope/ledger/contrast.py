@@ -99,6 +99,8 @@ def _request_metrics(trace: Trace, klass: str) -> list[ClassRow]:
     per_token = np.where(decodes, 1 / np.maximum(output - 1, 1), 0.0)
     tpot = (e2e - ttft) * per_token
     typical_ttft, typical_tpot = _typical(ttft, _bucket(computed)), _typical_of(tpot, decodes)
+    # Where it is not known how many tokens an answer had there is no decode per token.
+    typical_rest = _typical_of(e2e - ttft, ~decodes)
     rows = []
     for metric, values, inside in (("TTFT", ttft, None), ("TPOT", tpot, decodes), ("E2E", e2e, None)):
         among = np.ones(len(values), bool) if inside is None else inside
@@ -116,7 +118,7 @@ def _request_metrics(trace: Trace, klass: str) -> list[ClassRow]:
             decode = (share - typical_tpot * share.sum()) * per_token
         else:
             tokens = float((share * np.maximum(output - 1, 0)).sum())
-            decode = share - typical_tpot * per_token * tokens
+            decode = share - typical_tpot * per_token * tokens - typical_rest * share[~decodes].sum()
         excess = float(before @ ttft + decode @ (e2e - ttft))
         _add_members(trace, klass, metric, rid, before, decode, everyone)
         rows.append(replace(row, excess_s=excess))
@@ -178,12 +180,12 @@ def _describe(
     elif allowed95:
         rule, tail = "above p95", values > p95
     else:
-        count = max(SLOWEST_LEAST, round(SLOWEST_SHARE * n))
-        tail = np.zeros(n, dtype=bool)
-        tail[np.argsort(-values, kind="stable")[:count]] = True
-        rule = f"slowest {count}"
+        rule, tail = _slowest(values)
     if not tail.any():
-        tail = values >= values.max()
+        # Nothing lies above a quantile that so many share.
+        rule, tail = rule.replace("above", "at"), values >= values.max()
+        if tail.sum() > SLOWEST_SHARE * n:
+            rule, tail = _slowest(values)
     interval = stats.quantile_interval(values, 0.99, n_eff) if allowed99 else None
     row = replace(
         row,
@@ -197,6 +199,13 @@ def _describe(
         tail_n=int(tail.sum()),
     )
     return row, tail
+
+
+def _slowest(values: Floats) -> tuple[str, NDArray[np.bool_]]:
+    count = max(SLOWEST_LEAST, round(SLOWEST_SHARE * len(values)))
+    tail = np.zeros(len(values), dtype=bool)
+    tail[np.argsort(-values, kind="stable")[:count]] = True
+    return f"slowest {count}", tail
 
 
 def _bucket(tokens: Floats) -> NDArray[np.int64]:
@@ -240,10 +249,9 @@ def _token_gaps(trace: Trace, ledger: Ledger, klass: str | None) -> list[ClassRo
         low, high = (float(v) for v in np.quantile(values, TYPICAL))
         members = con.execute(
             """
-            SELECT id, (end_ns - start_ns) / 1e9 >= $threshold AS tail, (end_ns - start_ns) / 1e9 AS value
-            FROM gaps WHERE klass = $klass AND ((end_ns - start_ns) / 1e9 >= $threshold
-                OR (end_ns - start_ns) / 1e9 BETWEEN $low AND $high AND hash(id) % greatest(1, $n // $most) = 0)
-            ORDER BY id
+            SELECT id, (end_ns - start_ns) / 1e9 AS value, value >= $threshold AS tail,
+                   value BETWEEN $low AND $high AND hash(id) % greatest(1, $n // $most) = 0 AS typical
+            FROM gaps WHERE klass = $klass AND (tail OR typical) ORDER BY id
             """,
             {
                 "klass": name,
@@ -256,7 +264,9 @@ def _token_gaps(trace: Trace, ledger: Ledger, klass: str | None) -> list[ClassRo
         ).fetchnumpy()
         is_tail = np.asarray(members["tail"], bool)
         ids, member_values = np.asarray(members["id"], np.int64), np.asarray(members["value"], np.float64)
-        weights = np.where(is_tail, 1 / max(is_tail.sum(), 1), -1 / max((~is_tail).sum(), 1))
+        # Where most gaps are equal the slowest of them are typical too.
+        is_typical = np.asarray(members["typical"], bool)
+        weights = is_tail / max(is_tail.sum(), 1) - is_typical / max(is_typical.sum(), 1)
         _add_members(trace, name, "ITL", ids, np.zeros(len(ids)), weights, is_tail)
         rows.append(replace(row, tail_n=int(is_tail.sum()), excess_s=float(weights @ member_values)))
         con.register("asked_ids", pa.table({"id": pa.array(ids)}))

@@ -120,6 +120,7 @@ class EngineTime:
         self.blocked = {name: _prefix(tile * mask) for name, mask in blocked.items()}
         budget_rate = tile * blocked["budget"] / np.maximum(known, 1.0)
         self.budget_by = [_prefix(budget_rate * share) for share in by_class]
+        self.budget_by_nobody = _prefix(budget_rate * np.maximum(0.0, 1.0 - known))
         held = self._held(prefills, culprits)
         total = np.maximum(np.sum(held, axis=0) if held else np.zeros(n), 1e-9)
         self.held_by = [_prefix(tile * share / total) for share in held]
