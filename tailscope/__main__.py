@@ -14,7 +14,7 @@ def main() -> None:
     try:
         app()
     except TailscopeError as error:
-        print(f"tailscope: {printable(str(error))}", file=sys.stderr)
+        print(f"tailscope: {printable(str(error), 2000)}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -41,7 +41,7 @@ def find_known(table: Table, new: Sequence[Path], stored: Sequence[Path], source
     if not stored and not keyed and len(sources) == 1:
         return known
     with tempfile.TemporaryDirectory(prefix="tailscope-") as spill:
-        config = {
+        config: dict[str, str | bool | int | float | list[str]] = {
             "threads": 2,
             "memory_limit": MEMORY,
             "temp_directory": spill,

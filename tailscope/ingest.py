@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -130,16 +130,18 @@ class _Placement:
 
     def place(self, table: Table, rows: pa.Table) -> pa.Table:
         index = rows.schema.get_field_index("instance")
+        instances: Any = rows.column(index)
         if self._given:
-            instances: pa.Array | pa.ChunkedArray = pa.repeat(pa.scalar(self._given), rows.num_rows)
+            instances = pa.repeat(pa.scalar(self._given), rows.num_rows)
         else:
-            self.named.update(v for v in pc.unique(rows.column(index)).to_pylist() if v is not None)
-            instances = pc.fill_null(rows.column(index), self._folder)
-        if table.time and rows.num_rows:
-            times = pc.min_max(rows[table.time]).as_py()
-            if times["min"] is not None:
-                self.first_ns = min(times["min"], self.first_ns or times["min"])
-                self.last_ns = max(times["max"], self.last_ns or times["max"])
+            self.named.update(v for v in instances.unique().to_pylist() if v is not None)
+            instances = instances.fill_null(self._folder)
+        if table.time:
+            times: Any = pc.min_max(rows[table.time])
+            low, high = times["min"].as_py(), times["max"].as_py()
+            if low is not None:
+                self.first_ns = low if self.first_ns is None else min(low, self.first_ns)
+                self.last_ns = high if self.last_ns is None else max(high, self.last_ns)
         return rows.set_column(index, "instance", instances)
 
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import duckdb
 import numpy as np
@@ -35,7 +35,7 @@ from tailscope.schema import BY_NAME, SCHEMA_VERSION, SOURCES, Table
 
 PART_ROWS = 131_072
 ROW_GROUP_ROWS = 65_536
-COMPRESSION = "zstd"
+COMPRESSION: Literal["zstd"] = "zstd"
 #: Sources a commit takes at most, so that little is read again after a crash.
 COMMIT_SOURCES = 1_000
 #: A temporary part of another machine is as good as abandoned after this time.
@@ -258,7 +258,7 @@ class TraceWriter:
                         if "source" in file.schema_arrow.names
                         else []
                     )
-                    self._sources_of[part] = frozenset(named)
+                    self._sources_of[part] = frozenset(source for source in named if source is not None)
         return {source for part in visible for source in self._sources_of[part]}
 
     def _remove_orphans(self) -> None:

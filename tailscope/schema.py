@@ -69,7 +69,8 @@ class Table:
             elif isinstance(value, list):
                 arrays.append(pa.array(value, type=column.type))
             else:
-                arrays.append(pa.repeat(pa.scalar(value, type=column.type), rows))
+                constant: Any = pa.scalar(value, type=column.type)
+                arrays.append(pa.repeat(constant, rows))
         return pa.Table.from_arrays(arrays, schema=self.arrow)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import tzinfo
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import pyarrow as pa
 from isal import isal_zlib
@@ -152,6 +152,9 @@ class Source:
                     yield number, line
 
 
+DAMAGE: tuple[Any, ...] = (EOFError, OSError, zlib.error, isal_zlib.error)
+
+
 class _Tolerant(io.RawIOBase):
     """Pieces of decompressed data as a stream. Damage ends it and is counted; what came before is kept."""
 
@@ -169,7 +172,7 @@ class _Tolerant(io.RawIOBase):
                 self._piece = memoryview(next(self._pieces))
             except StopIteration:
                 return 0
-            except (EOFError, OSError, zlib.error, isal_zlib.error) as error:
+            except DAMAGE as error:
                 ended_early = isinstance(error, EOFError)
                 reason = "compressed data ends early" if ended_early else "compressed data is damaged"
                 self._tally.reject(reason, f"after {self._position:,} uncompressed bytes")
@@ -202,7 +205,7 @@ def _gunzip(raw: IO[bytes]) -> Iterator[bytes]:
 
 
 def _unzstd(raw: IO[bytes], size: int) -> Iterator[bytes]:
-    with raw, pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd") as stream:
+    with raw, pa.CompressedInputStream(pa.PythonFile(cast(io.IOBase, raw), mode="r"), "zstd") as stream:
         while True:
             try:
                 piece = stream.read(PIECE)

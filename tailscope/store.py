@@ -14,20 +14,8 @@ import pyarrow.parquet as pq
 
 from tailscope.errors import BadInput, UsageError
 from tailscope.parts import visible_parts
+from tailscope.scan import first_line, identifier, quote, scan, types_of
 from tailscope.schema import BY_NAME, SCHEMA_VERSION, TABLES, Table
-
-#: DuckDB's name for each declared type.
-SQL_TYPES = {
-    "int64": "BIGINT",
-    "double": "DOUBLE",
-    "string": "VARCHAR",
-    "bool": "BOOLEAN",
-    "list<item: double>": "DOUBLE[]",
-    "list<element: double>": "DOUBLE[]",
-    "list<item: string>": "VARCHAR[]",
-    "map<string, string>": "MAP(VARCHAR, VARCHAR)",
-    "map<string, int64>": "MAP(VARCHAR, BIGINT)",
-}
 
 
 class Trace:
@@ -55,15 +43,18 @@ class Trace:
         try:
             self.connection = duckdb.connect(config=config)
         except duckdb.Error as error:
-            raise UsageError(f"--memory-limit {memory_limit!r}: {_first_line(error)}") from error
+            shutil.rmtree(self._spill, ignore_errors=True)
+            raise UsageError(f"--memory-limit {memory_limit!r}: {first_line(error)}") from error
         self._aliases: dict[str, str] = {}
-        for table in TABLES:
-            self._create_view(table)
-        self._aliases = self._instance_aliases()
-        if self._aliases:
-            for table in TABLES:
-                self._create_view(table)
-        self._check_version()
+        try:
+            self._create_views()
+            self._aliases = self._instance_aliases()
+            if self._aliases:
+                self._create_views()
+            self._check_version()
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> Trace:
         return self
@@ -100,37 +91,33 @@ class Trace:
     def view_sql(self, table: Table) -> str:
         """The SELECT behind a table's view: declared columns first, typed, then those we do not know."""
         files = self.files.get(table.name)
-        declared = {c.name: SQL_TYPES[str(c.type)] for c in table.columns}
         if not files:
-            columns = ", ".join(f'NULL::{sql} AS "{name}"' for name, sql in declared.items())
+            columns = ", ".join(f'NULL::{sql} AS "{name}"' for name, sql in types_of(table).items())
             return f"SELECT {columns} WHERE false"
-        source = f"read_parquet([{', '.join(_quote(f) for f in files)}], union_by_name=true)"
-        present = dict(
-            self.connection.execute(
-                f"SELECT column_name, column_type FROM (DESCRIBE FROM {source})"
-            ).fetchall()
-        )
-        columns = []
-        for name, sql in declared.items():
-            if name not in present:
-                value = f"NULL::{sql}"
-            elif present[name] != sql:
-                value = f'CAST("{name}" AS {sql})'
-            else:
-                value = f'"{name}"'
+        found = scan(self.connection, table, files)
+        for column in found.mistyped:
+            warning = f"table {table.name}, column {column}: values of another type are left empty"
+            if warning not in self.warnings:
+                self.warnings.append(warning)
+        selected = []
+        for name, value in found.columns.items():
             if name == "instance" and self._aliases:
-                cases = " ".join(f"WHEN {_quote(a)} THEN {_quote(b)}" for a, b in self._aliases.items())
+                cases = " ".join(f"WHEN {quote(a)} THEN {quote(b)}" for a, b in self._aliases.items())
                 value = f"CASE {value} {cases} ELSE {value} END"
-            columns.append(f'{value} AS "{name}"')
-        columns += [_identifier(name) for name in present if name not in declared]
-        return f"SELECT {', '.join(columns)} FROM {source}"
+            selected.append(f'{value} AS "{name}"')
+        selected += [identifier(name) for name in found.unknown]
+        return f"SELECT {', '.join(selected)} FROM {found.relation}"
+
+    def _create_views(self) -> None:
+        for table in TABLES:
+            self._create_view(table)
 
     def _create_view(self, table: Table) -> None:
         try:
             self.connection.execute(f'CREATE OR REPLACE VIEW "{table.name}" AS {self.view_sql(table)}')
         except duckdb.Error as error:
             raise BadInput(
-                f"cannot be read as Parquet: {_first_line(error)}",
+                f"cannot be read as Parquet: {first_line(error)}",
                 path=self.path,
                 where=f"table {table.name}",
                 todo="Remove the damaged part, or ingest into a new trace",
@@ -216,15 +203,3 @@ def _table_of(path: Path) -> str:
             todo="See docs/tables.md for the columns of each table",
         )
     return best
-
-
-def _quote(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"
-
-
-def _identifier(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0][:300]

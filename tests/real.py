@@ -31,8 +31,10 @@ _corpus = _needs(CORPUS, "TAILSCOPE_CORPUS", pytest.mark.corpus)
 
 
 def needs_captures(test: Test) -> Test:
-    return _captures[0](_captures[1](test))
+    marked: Test = _captures[0](_captures[1](test))
+    return marked
 
 
 def needs_corpus(test: Test) -> Test:
-    return _corpus[0](_corpus[1](test))
+    marked: Test = _corpus[0](_corpus[1](test))
+    return marked

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from real import EXAMPLE
 
@@ -94,7 +95,7 @@ def test_a_full_disk_is_one_message_and_costs_nothing_stored(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(parts.pq, "write_table", full)
+    monkeypatch.setattr(pq, "write_table", full)
     with pytest.raises(TailscopeError, match="no space left on the device") as caught:
         add(trace, CLIENT)
     assert caught.value.exit_code == 2
@@ -131,7 +132,7 @@ def test_a_target_that_cannot_be_written(
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(parts.Path, "mkdir", refuse)
+    monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(TailscopeError, match="no permission to write there"):
         add(tmp_path / "t.parquet", CLIENT)
 
@@ -146,7 +147,7 @@ def test_a_target_that_is_a_file(tmp_path: Path) -> None:
 
 def test_several_writers_at_once_store_each_row_once(tmp_path: Path) -> None:
     trace = tmp_path / "t.parquet"
-    command = [sys.executable, "-P", "-m", "tailscope", "ingest", "-o", trace]
+    command: list[str | Path] = [sys.executable, "-P", "-m", "tailscope", "ingest", "-o", trace]
     writers = [
         subprocess.Popen([*command, *sources], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for sources in ([CLIENT, SPANS], [SPANS, CLIENT], [EXAMPLE / "otlp"])

@@ -62,7 +62,8 @@ class Billed:
     def of(self, request_id: str) -> dict[tuple[str, str, str | None], int]:
         """(place, component, culprit) -> ns of one request's bill."""
         rows = self.trace.rows(
-            "SELECT l.* FROM bill_lines l JOIN joined j ON j.rid = l.id WHERE j.request_id = $id", {"id": request_id}
+            "SELECT l.* FROM bill_lines l JOIN joined j ON j.rid = l.id WHERE j.request_id = $id",
+            {"id": request_id},
         )
         return {(row["place"], row["component"], row["culprit"]): row["ns"] for row in rows}
 
@@ -215,7 +216,8 @@ def serve(
     """
     cost = cost or Cost()
     coming = sorted(requests, key=lambda r: (r.arrival_ns, r.id))
-    everyone, steps, truth = list(coming), [], Truth()
+    everyone, truth = list(coming), Truth()
+    steps: list[Row] = []
     waiting: list[Request] = []
     running: list[Request] = []
     now = 0
@@ -299,13 +301,17 @@ def _told(request: Request) -> Row:
     )
 
 
-def clients(requests: Iterable[Request], delay_ns: int = 2 * MS, clock_ns: int = 0) -> tuple[list[Row], list[Row]]:
+def clients(
+    requests: Iterable[Request], delay_ns: int = 2 * MS, clock_ns: int = 0
+) -> tuple[list[Row], list[Row]]:
     """Rows of `requests` and of `tokens` of a client that sees everything `delay_ns` later, on a clock `clock_ns` ahead."""
     rows, tokens = [], []
     for r in requests:
         sent, last = r.arrival_ns - delay_ns + clock_ns, r.tokens_ns[-1] + delay_ns + clock_ns
         first = r.tokens_ns[0] + delay_ns + clock_ns
-        row = client(r.id, sent, last - sent, ttft_ns=first - sent, prompt_tokens=r.prompt, output_tokens=r.output)
+        row = client(
+            r.id, sent, last - sent, ttft_ns=first - sent, prompt_tokens=r.prompt, output_tokens=r.output
+        )
         rows.append(row)
         tokens += [
             {

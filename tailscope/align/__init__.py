@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 from tailscope.config import Config, RequestClass
+from tailscope.scan import quote
 from tailscope.store import Trace
 
 #: How far outside the client's view of a request the engine's may lie, once the clocks' offset is taken off.
@@ -20,6 +21,13 @@ MOST_SHARED = 64
 FAR_NS = 86_400_000_000_000
 #: Clocks step or drift where fewer of the requests than this agree on one offset; odd ids are rarer.
 AGREEING = 0.95
+#: What a value must be to be one: an instant before 2096, a duration of at most some years, a number of things.
+#: Others are as good as unknown, and their sums would overflow.
+BELIEVABLE = """
+CREATE OR REPLACE TEMP MACRO instant(ns) AS CASE WHEN ns BETWEEN 0 AND 4_000_000_000_000_000_000 THEN ns END;
+CREATE OR REPLACE TEMP MACRO duration(ns) AS CASE WHEN ns BETWEEN 0 AND 100_000_000_000_000_000 THEN ns END;
+CREATE OR REPLACE TEMP MACRO number(n) AS CASE WHEN n BETWEEN 0 AND 1_000_000_000_000 THEN n END;
+"""
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,7 @@ def sql_of(package: str, name: str) -> str:
 def align(trace: Trace, config: Config, scope: Scope) -> None:
     """Build the aligned tables. Cost is linear (hash and sort joins) in requests and iterations."""
     con = trace.connection
+    con.execute(BELIEVABLE)
     con.execute(class_macro(config.classes))
     con.execute(sql_of(__name__, "observed"), scope.parameters)
     con.execute(sql_of(__name__, "steps"), {"instance": scope.instance})
@@ -66,14 +75,10 @@ def class_macro(classes: tuple[RequestClass, ...]) -> str:
             tests += [f"{column} < {high}"] if high is not None else []
             tests.append(f"{column} IS NOT NULL")
         for column, values in request_class.values.items():
-            tests.append(f"{column} IN ({', '.join(_quote(v) for v in values)})")
-        cases.append(f"WHEN {' AND '.join(tests) or 'true'} THEN {_quote(request_class.name)}")
+            tests.append(f"{column} IN ({', '.join(quote(v) for v in values)})")
+        cases.append(f"WHEN {' AND '.join(tests) or 'true'} THEN {quote(request_class.name)}")
     columns = "prompt_tokens, output_tokens, max_tokens, priority, tenant, model, adapter, instance"
     return f"CREATE OR REPLACE TEMP MACRO class_of({columns}) AS CASE {' '.join(cases)} ELSE NULL END"
-
-
-def _quote(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"
 
 
 def _pair(trace: Trace, name: str, key: str, left: str, right: str, *, with_clock: bool) -> None:

@@ -3,12 +3,22 @@
 CREATE OR REPLACE TEMP TABLE observed AS
 WITH rows AS (
     SELECT
-        * REPLACE (coalesce(instance, '') AS instance),
+        * REPLACE (
+            coalesce(instance, '') AS instance,
+            instant(arrival_ns) AS arrival_ns, instant(queued_ns) AS queued_ns, instant(scheduled_ns) AS scheduled_ns,
+            instant(first_token_ns) AS first_token_ns, instant(last_token_ns) AS last_token_ns,
+            instant(finished_ns) AS finished_ns,
+            duration(queue_ns) AS queue_ns, duration(prefill_ns) AS prefill_ns, duration(decode_ns) AS decode_ns,
+            duration(ttft_ns) AS ttft_ns, duration(e2e_ns) AS e2e_ns,
+            number(prompt_tokens) AS prompt_tokens, number(cached_tokens) AS cached_tokens,
+            number(output_tokens) AS output_tokens, number(max_tokens) AS max_tokens,
+            number(preemptions) AS preemptions
+        ),
         -- Of an unfinished request only the limit tells how long it was going to be.
-        CASE WHEN status IN ('unfinished', 'aborted') THEN coalesce(max_tokens, output_tokens)
-             ELSE output_tokens END AS expected_tokens
+        number(CASE WHEN status IN ('unfinished', 'aborted') THEN coalesce(max_tokens, output_tokens)
+                    ELSE output_tokens END) AS expected_tokens
     FROM requests
-    WHERE arrival_ns IS NOT NULL
+    WHERE instant(arrival_ns) IS NOT NULL
       AND ($from_ns IS NULL OR arrival_ns >= $from_ns)
       AND ($to_ns IS NULL OR arrival_ns < $to_ns)
       AND ($instance IS NULL OR instance = $instance)

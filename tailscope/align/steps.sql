@@ -12,9 +12,16 @@ WITH named AS (
 sole AS (SELECT instance, any_value(engine) AS engine FROM named GROUP BY instance HAVING count(*) = 1),
 told AS (
     -- A source that names no engine tells of the only one that others name.
-    SELECT i.* REPLACE (coalesce(i.instance, '') AS instance, coalesce(i.engine, sole.engine) AS engine)
+    SELECT i.* REPLACE (
+        coalesce(i.instance, '') AS instance, coalesce(i.engine, sole.engine) AS engine,
+        instant(i.start_ns) AS start_ns, instant(i.end_ns) AS end_ns, duration(i.elapsed_ns) AS elapsed_ns,
+        number(prefill_requests) AS prefill_requests, number(prefill_tokens) AS prefill_tokens,
+        number(decode_requests) AS decode_requests, number(decode_tokens) AS decode_tokens,
+        number(running) AS running, number(waiting) AS waiting, number(deferred) AS deferred,
+        CASE WHEN kv_usage BETWEEN 0 AND 1 THEN kv_usage END AS kv_usage
+    )
     FROM iterations i LEFT JOIN sole ON sole.instance = coalesce(i.instance, '')
-    WHERE i.end_ns IS NOT NULL AND ($instance IS NULL OR coalesce(i.instance, '') = $instance)
+    WHERE instant(i.end_ns) IS NOT NULL AND ($instance IS NULL OR coalesce(i.instance, '') = $instance)
 ),
 precise AS (
     SELECT instance, engine, min(end_ns) AS first_ns, max(end_ns) AS last_ns

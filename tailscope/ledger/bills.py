@@ -137,6 +137,7 @@ def _bookings(time: EngineTime, r: Requests, weight: Floats, gaps: Gaps, engines
             ("queue_budget", c): time.between(sums, queued, scheduled)
             for c, sums in enumerate(time.budget_by)
         },
+        ("queue_budget", None): time.between(time.budget_by_nobody, queued, scheduled),
         **by_holder("queue_kv", time.between(time.blocked["kv"], queued, scheduled), held(queued, scheduled)),
         **by_holder(
             "queue_slots", time.between(time.blocked["slots"], queued, scheduled), held(queued, scheduled)

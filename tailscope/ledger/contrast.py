@@ -286,7 +286,8 @@ WITH streams AS (
     FROM joined WHERE billed AND ($klass IS NULL OR klass = $klass)
 ),
 chunks AS (
-    SELECT s.*, lag(t.time_ns) OVER (PARTITION BY t.request_key ORDER BY t.seq) AS before_ns, t.time_ns
+    SELECT s.*, lag(instant(t.time_ns)) OVER (PARTITION BY t.request_key ORDER BY t.seq) AS before_ns,
+           instant(t.time_ns) AS time_ns
     FROM tokens t JOIN streams s ON s.key = t.request_key
 )
 SELECT row_number() OVER (ORDER BY time_ns, rid) AS id, klass, instance, engine, rid, preempted, observer,

@@ -40,7 +40,8 @@ WITH wanted AS (
 ),
 gaps AS (
     SELECT w.rid, w.preemptions, w.delay_ns,
-           lag(t.time_ns) OVER (PARTITION BY t.request_key ORDER BY t.seq) AS start_ns, t.time_ns AS end_ns
+           lag(instant(t.time_ns)) OVER (PARTITION BY t.request_key ORDER BY t.seq) AS start_ns,
+           instant(t.time_ns) AS end_ns
     FROM tokens t JOIN wanted w ON w.client_key = t.request_key
 )
 SELECT rid, start_ns - delay_ns AS start_ns, end_ns - delay_ns AS end_ns

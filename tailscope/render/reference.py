@@ -12,8 +12,8 @@ from pathlib import Path
 
 from tailscope import registry
 from tailscope.model import Collector, Rule
+from tailscope.scan import SQL_TYPES
 from tailscope.schema import TABLES, Table
-from tailscope.store import SQL_TYPES
 
 COMMAND = "python -m tailscope.render.reference"
 FOLDER = Path("docs")
