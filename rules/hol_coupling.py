@@ -22,7 +22,8 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
         )
     if not rows[0]["has_steps"] and not any(could_have_shown(r, limits) for r in rows):
         return Decision(
-            "inconclusive", "no iterations at the requests' time, and too few independent requests met a long prefill to test it"
+            "inconclusive",
+            "no iterations at the requests' time, and too few independent requests met a long prefill to test it",
         )
     return Decision("clear", "long prefills explain too little of any class's tail")
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -192,12 +192,14 @@ class Cost:
 
 
 @dataclass
-class Truth:
-    """What became of each request, step by step, in seconds: of its decode and of its wait."""
+class Served:
+    """What became of the requests. The sums, in seconds by request, are known from who was in which step."""
 
-    others_in_decode: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    others_before: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    preempted: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    tables: dict[str, list[Row]]
+    requests: list[Request]
+    others_in_decode: dict[str, float]
+    others_before: dict[str, float]
+    preempted: dict[str, float]
 
 
 def serve(
@@ -207,19 +209,18 @@ def serve(
     budget: int = 2048,
     slots: int = 1_000,
     kv_full: tuple[int, int] = (0, 0),
-    noise: Callable[[int], float] = lambda k: 0.0,
-) -> tuple[dict[str, list[Row]], Truth]:
+    pause: tuple[int, float] | None = None,
+) -> Served:
     """Serve first come, first served with chunked prefill, and tell of it as vLLM does.
 
     A request is read when the running step ends, admitted while there is budget, and decodes a token a step.
-    Between the two instants `kv_full` no request is admitted and the cache is full. `noise` is added to a step's seconds.
+    Between the two instants `kv_full` nobody is admitted and the cache is full. `pause`: the first step that
+    ends after this instant takes so many seconds more.
     """
     cost = cost or Cost()
-    coming = sorted(requests, key=lambda r: (r.arrival_ns, r.id))
-    everyone, truth = list(coming), Truth()
-    steps: list[Row] = []
-    waiting: list[Request] = []
-    running: list[Request] = []
+    everyone = [replace(r) for r in sorted(requests, key=lambda r: (r.arrival_ns, r.id))]
+    served = Served({}, everyone, defaultdict(float), defaultdict(float), defaultdict(float))
+    coming, waiting, running, steps = list(everyone), list[Request](), list[Request](), list[Row]()
     now = 0
     while coming or waiting or running:
         if not running and not waiting:
@@ -243,17 +244,18 @@ def serve(
             prefills.append((request, chunk))
             left -= chunk
         tokens = sum(chunk for _, chunk in prefills)
-        seconds = cost.base(len(decoding)) + cost.prefill * tokens
-        end = now + round((seconds + noise(len(steps))) * S)
+        end = now + round((cost.base(len(decoding)) + cost.prefill * tokens) * S)
+        if pause and end > pause[0]:
+            end, pause = end + round(pause[1] * S), None
         for request in decoding:
-            truth.others_in_decode[request.id] += cost.prefill * tokens
+            served.others_in_decode[request.id] += cost.prefill * tokens
         for request in out:
-            truth.preempted[request.id] += (end - now) / S
+            served.preempted[request.id] += (end - now) / S
             request.out_for -= 1
         for request in coming:
             if request.arrival_ns < end:
                 rest = (end - request.arrival_ns) / (end - now)
-                truth.others_before[request.id] += rest * cost.prefill * tokens
+                served.others_before[request.id] += rest * cost.prefill * tokens
         for request, chunk in prefills:
             request.computed += chunk
             if request.computed >= request.prompt:
@@ -278,8 +280,8 @@ def serve(
             )
         )
         now = end
-    rows = [_told(r) for r in everyone if not r.aborted]
-    return {"requests": rows, "iterations": steps}, truth
+    served.tables.update(requests=[_told(r) for r in everyone if not r.aborted], iterations=steps)
+    return served
 
 
 def _told(request: Request) -> Row:
@@ -301,26 +303,30 @@ def _told(request: Request) -> Row:
     )
 
 
-def clients(
-    requests: Iterable[Request], delay_ns: int = 2 * MS, clock_ns: int = 0
-) -> tuple[list[Row], list[Row]]:
-    """Rows of `requests` and of `tokens` of a client that sees everything `delay_ns` later, on a clock `clock_ns` ahead."""
+def clients(requests: Iterable[Request], delay_ns: int = 2 * MS) -> dict[str, list[Row]]:
+    """Rows of `requests` and of `tokens` of a client that sees everything `delay_ns` later."""
     rows, tokens = [], []
     for r in requests:
-        sent, last = r.arrival_ns - delay_ns + clock_ns, r.tokens_ns[-1] + delay_ns + clock_ns
-        first = r.tokens_ns[0] + delay_ns + clock_ns
+        if r.aborted:
+            continue
+        sent, first, last = r.arrival_ns - delay_ns, r.tokens_ns[0] + delay_ns, r.tokens_ns[-1] + delay_ns
         row = client(
             r.id, sent, last - sent, ttft_ns=first - sent, prompt_tokens=r.prompt, output_tokens=r.output
         )
         rows.append(row)
-        tokens += [
-            {
-                "instance": "a",
-                "request_key": row["request_key"],
-                "seq": i,
-                "time_ns": START_NS + t + delay_ns + clock_ns,
-                "count": 1,
-            }
-            for i, t in enumerate(r.tokens_ns)
-        ]
-    return rows, tokens
+        tokens += chunks(row, [t + delay_ns for t in r.tokens_ns])
+    return {"requests": rows, "tokens": tokens}
+
+
+def chunks(row: Row, times_ns: Iterable[int], count: int = 1) -> list[Row]:
+    """Rows of `tokens` for a row of `requests`, at times after START_NS."""
+    return [
+        {
+            "instance": "a",
+            "request_key": row["request_key"],
+            "seq": i,
+            "time_ns": START_NS + t,
+            "count": count,
+        }
+        for i, t in enumerate(times_ns)
+    ]
