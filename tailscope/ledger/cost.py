@@ -72,7 +72,9 @@ def fit(base_features: Floats, prefill_features: Floats, tile: Floats) -> CostMo
     coefficients = np.zeros(features.shape[1])
     for _ in range(ROUNDS):
         previous = coefficients
-        coefficients, _norm = nnls(scaled * weight[:, None], y * weight)
+        # The triangular factor holds all that the least-squares problem needs, in a few rows.
+        triangle = np.linalg.qr(np.column_stack([scaled * weight[:, None], y * weight]), mode="r")
+        coefficients, _norm = nnls(triangle[:, :-1], triangle[:, -1])
         residual = (y - scaled @ coefficients) * root
         scale = 1.4826 * float(np.median(np.abs(residual))) or 1e-12
         weight = root * np.sqrt(np.minimum(1.0, HUBER * scale / np.maximum(np.abs(residual), 1e-12)))
