@@ -37,6 +37,11 @@ def share(row: Mapping[str, Any]) -> float:
     return float(min(1.0, max(0.0, (row["preempted_s"] + max(row["queued_s"], 0.0)) / row["excess_s"])))
 
 
+def spent(row: Mapping[str, Any]) -> str:
+    parts = {"preempted": row["preempted_s"], "queued for KV cache": row["queued_s"]}
+    return " and ".join(f"{seconds:.3g} s {what}" for what, seconds in parts.items() if seconds > 0)
+
+
 def felt(row: Mapping[str, Any], limits: Mapping[str, float]) -> bool:
     return bool((row["preempted_s"] + row["queued_s"]) >= limits["slowdown"] * (row["p50_s"] or 0.0))
 
@@ -62,8 +67,7 @@ def findings(
     seconds = max((last - first) / 1e9, 1e-9)
     evidence = [
         Evidence(
-            f"{r['klass']} {r['metric']}: {r['preempted_s']:.3g} s preempted and {max(r['queued_s'], 0):.3g} s queued for KV cache "
-            f"of {r['excess_s']:.3g} s excess ({r['tail_rule']})",
+            f"{r['klass']} {r['metric']}: {spent(r)} of {r['excess_s']:.3g} s excess ({r['tail_rule']})",
             {k: r[k] for k in ("klass", "metric", "preempted_s", "queued_s", "excess_s")},
         )
         for r in sorted(hurt, key=share, reverse=True)
@@ -71,7 +75,7 @@ def findings(
     evidence.append(
         Evidence(
             f"{trace['preempted_requests']} of {trace['known_requests']} requests preempted, {trace['preemptions']} times in all, "
-            f"at most {trace['most']} times each: {trace['preemptions'] / seconds:.2g} a second while it lasted",
+            f"at most {trace['most']}x each: {trace['preemptions'] / seconds:.2g} a second while it lasted",
             {k: trace[k] for k in ("preempted_requests", "known_requests", "preemptions", "most")},
         )
     )

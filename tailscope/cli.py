@@ -205,6 +205,7 @@ def demo(
 ) -> None:
     """Ingest and diagnose the capture of a real vLLM that ships with tailscope."""
     import tempfile
+    from dataclasses import replace
     from importlib.resources import as_file, files
 
     from tailscope.config import Config
@@ -221,7 +222,8 @@ def demo(
             from tailscope.render.ingested import render
 
             render(outcomes, trace.name, _console(), base=capture)
-        _print_diagnosis(_diagnose(str(trace), None, [], "2GB", (None,) * 5, Config()), format)
+        diagnosis = _diagnose(str(trace), None, [], "2GB", (None,) * 5, Config())
+        _print_diagnosis(replace(diagnosis, trace={**diagnosis.trace, "path": trace.name}), format)
 
 
 @app.callback(invoke_without_command=True)
