@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -10,6 +11,9 @@ from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Ru
 
 
 def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
+    if not rows:
+        return Decision("no-data", RULE.missing)
+    rows = [row for row in rows if row["culprit"] is not None]
     if not rows:
         return Decision("clear", f"no class has prompts {limits['size_ratio']:g}x as long as another's")
     by_culprit = groupby(sorted(rows, key=lambda r: (r["culprit"], r["victim"])), key=lambda r: r["culprit"])
@@ -64,9 +68,10 @@ def could_have_shown(row: Mapping[str, Any], limits: Mapping[str, float]) -> boo
 
 def by_statistics(row: Mapping[str, Any], limits: Mapping[str, float]) -> Finding:
     """Without membership in steps this is a correlation that survived a test, never a mechanism."""
+    enough = row["n_eff"] >= limits["effective_samples"]
     return Finding(
         rule=RULE.name,
-        status="found" if row["n_eff"] >= limits["effective_samples"] else "inconclusive",
+        status="found" if enough else "inconclusive",
         severity="low",
         basis="inferred",
         title=f"Requests of class {row['victim']} that arrive beside a prefill of class {row['culprit']} are slower",
@@ -85,7 +90,8 @@ def by_statistics(row: Mapping[str, Any], limits: Mapping[str, float]) -> Findin
             ),
             control(row),
         ),
-        remedies=RULE.remedies,
+        # What cannot be decided is no reason to change anything.
+        remedies=RULE.remedies if enough else (),
         confirm_by=RULE.confirm_by,
     )
 
@@ -152,10 +158,17 @@ def by_steps(hurt: Sequence[Mapping[str, Any]]) -> Finding:
         window_ns=(worst["first_ns"], worst["last_ns"]) if worst["first_ns"] is not None else None,
         evidence=tuple(evidence),
         counter_evidence=tuple(counter),
-        remedies=RULE.remedies,
+        remedies=(sized(RULE.remedies[0], worst), *RULE.remedies[1:]),
         confirm_by=RULE.confirm_by,
         explains={f"{r['victim']}\t{r['metric']}": r["blamed_s"] for r in hurt},
     )
+
+
+def sized(remedy: Remedy, row: Mapping[str, Any]) -> Remedy:
+    """The first remedy with this trace's own numbers."""
+    if not row["budget"]:
+        return remedy
+    return replace(remedy, flag=f"--max-num-batched-tokens {row['budget'] // 2} (now {row['budget']})")
 
 
 def exposure(row: Mapping[str, Any]) -> Evidence:
@@ -182,7 +195,7 @@ RULE = Rule(
         "A step ends for all requests in it at once. A long prompt's chunk makes the step tens of times longer, and "
         "every request that shares the step, or arrives while it runs, waits for it."
     ),
-    needs=("coupling",),
+    needs=("class_rows",),
     missing="needs requests of at least one class in number, with TTFT",
     thresholds=(
         Threshold(
@@ -198,7 +211,7 @@ RULE = Rule(
             "slowdown", 0.25, "x p50", "A tail slower by less than a quarter of the median is not felt."
         ),
         Threshold(
-            "p_value", 0.01, "", "Exposure tests reject 8-9 % of unrelated pools at 5 % (field notes C8)."
+            "p_value", 0.01, "", "Exposure tests call more than 5 % of unrelated pools coupled at 0.05, for they share their load."
         ),
         Threshold("effective_samples", 100, "", "A statistical estimator alone decides nothing below this."),
     ),
@@ -219,7 +232,7 @@ RULE = Rule(
             "Serve short requests first",
             "--scheduling-policy priority, and `priority` in the request body (lower is served first)",
             "vLLM V1",
-            "Orders admission only: a chunk that runs is not interrupted; long requests may starve",
+            "Orders admission, and whom to preempt: a chunk that runs is not interrupted; long requests may starve",
         ),
         Remedy(
             "Send long prompts to instances of their own",

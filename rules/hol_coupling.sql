@@ -1,4 +1,4 @@
--- One row per victim class, culprit class and metric: the part of the victim's excess that the culprit's prefill
+-- One row per class and metric that has a tail and, where there is one, culprit class of much longer prompts: the part of the victim's excess that the culprit's prefill
 -- caused in the steps the victim shared with it or waited behind.
 WITH blamed AS (
     SELECT klass AS victim, culprit, metric, sum(excess_s) AS blamed_s, sum(tail_s) AS tail_s
@@ -11,13 +11,15 @@ SELECT
     c.*,
     k.metric, k.observer, k.p50_s, k.excess_s, k.tail_rule, k.slo_broken,
     coalesce(b.blamed_s, 0) AS blamed_s, b.tail_s,
+    (SELECT max(try_cast(regexp_extract(detail, 'max_num_batched_tokens=([0-9]+)', 1) AS BIGINT))
+     FROM events WHERE kind = 'config') AS budget,
     (SELECT max(prompt_tokens) FROM joined WHERE klass = c.culprit AND billed) AS culprit_longest,
     (SELECT max(tile_ns) / 1e9 FROM steps s WHERE prefill_tokens > 0 AND s.end_ns BETWEEN c.first_ns AND c.last_ns) AS longest_step_s,
     (SELECT median(tile_ns) / 1e9 FROM steps WHERE prefill_tokens = 0) AS usual_step_s,
     -- Steps that do not cover the requests (another zone, another time) say nothing of them.
     coalesce((SELECT any_value(matched >= 0.5 * total) FROM coverage WHERE "join" = 'request → iterations' AND total > 0), false) AS has_steps
-FROM coupling c
-JOIN class_rows k ON k.klass = c.victim AND k.metric IN ('TTFT', 'TPOT', 'ITL', 'E2E')
+FROM class_rows k
+LEFT JOIN coupling c ON c.victim = k.klass AND c.size_ratio >= $size_ratio
 LEFT JOIN blamed b ON b.victim = c.victim AND b.culprit = c.culprit AND b.metric = k.metric
-WHERE c.size_ratio >= $size_ratio
+WHERE k.tail_rule IS NOT NULL
 ORDER BY c.victim, c.culprit, k.metric

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Threshold, severity_of
@@ -35,6 +36,14 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
 
 def share(row: Mapping[str, Any]) -> float:
     return float(min(1.0, max(0.0, (row["preempted_s"] + max(row["queued_s"], 0.0)) / row["excess_s"])))
+
+
+def sized(remedy: Remedy, trace: Mapping[str, Any]) -> Remedy:
+    """The first remedy with this trace's own numbers."""
+    if not trace["running_when_full"]:
+        return remedy
+    now = f" (now {trace['max_num_seqs']})" if trace["max_num_seqs"] else ""
+    return replace(remedy, flag=f"--max-num-seqs {trace['running_when_full']:.0f}{now}")
 
 
 def spent(row: Mapping[str, Any]) -> str:
@@ -106,7 +115,7 @@ def findings(
                 {"counter_increase": trace["counter_increase"]},
             )
         )
-    victims = {r["klass"]: r for r in sorted(hurt, key=share)}
+    victims = {r["klass"]: r for r in sorted(stalls, key=share)}
     return [
         Finding(
             rule=RULE.name,
@@ -125,7 +134,7 @@ def findings(
             window_ns=(first, last),
             evidence=tuple(evidence),
             counter_evidence=tuple(counter),
-            remedies=RULE.remedies,
+            remedies=(sized(RULE.remedies[0], trace), *RULE.remedies[1:]),
             confirm_by=RULE.confirm_by,
             explains={
                 f"{r['klass']}\t{r['metric']}": r["preempted_s"] + max(r["queued_s"], 0.0) for r in hurt

@@ -25,6 +25,10 @@ counted AS (
     FROM counters WHERE concept = 'preemptions'
 ),
 reported AS (SELECT sum(preempted) AS step_preemptions FROM steps),
+configured AS (
+    SELECT max(try_cast(regexp_extract(detail, 'max_num_seqs=([0-9]+)', 1) AS BIGINT)) AS max_num_seqs
+    FROM events WHERE kind = 'config'
+),
 holders AS (
     SELECT culprit AS holder, sum(ns) / 1e9 AS held_s FROM bill_lines
     WHERE component = 'preempted' AND culprit IS NOT NULL GROUP BY culprit ORDER BY held_s DESC, culprit LIMIT 1
@@ -36,9 +40,9 @@ spent AS (
 )
 SELECT k.klass, k.metric, k.p50_s, k.excess_s, k.tail_rule, k.slo_broken, k.n,
        coalesce(s.preempted_s, 0) AS preempted_s, coalesce(s.queued_s, 0) AS queued_s,
-       v.*, t.*, q.*, c.*, r.*, h.holder
+       v.*, t.*, q.*, c.*, r.*, f.*, h.holder
 FROM class_rows k
 LEFT JOIN spent s ON s.klass = k.klass AND s.metric = k.metric
-CROSS JOIN victims v CROSS JOIN stalls t CROSS JOIN squeeze q CROSS JOIN counted c CROSS JOIN reported r
+CROSS JOIN victims v CROSS JOIN stalls t CROSS JOIN squeeze q CROSS JOIN counted c CROSS JOIN reported r CROSS JOIN configured f
 LEFT JOIN holders h ON true
 ORDER BY k.klass, k.metric

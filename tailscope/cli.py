@@ -272,6 +272,8 @@ def _print_diagnosis(diagnosis: Diagnosis, format: Format) -> None:
 def _console() -> Console:
     from rich.console import Console
 
+    if "COLUMNS" in os.environ and not sys.stdout.isatty():
+        return Console(highlight=False, markup=False, emoji=False)
     # Without a terminal to ask, rich would fold lines at 80.
     return Console(
         highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH, markup=False, emoji=False

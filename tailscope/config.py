@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -93,7 +94,7 @@ def load(path: Path | None) -> Config:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"{path}: cannot read the configuration: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{path}: not valid TOML: {error}") from error
     try:
         return parse(raw)
@@ -114,15 +115,17 @@ def parse(raw: Mapping[str, Any]) -> Config:
         slos.extend(_slo(str(klass), key, limit) for key, limit in limits.items())
     sources = []
     for i, entry in enumerate(_tables(raw, "source")):
-        _known(entry, {"path", "instance"}, f"[[source]] {i + 1}")
-        sources.append(SourceRule(_text(entry, "path", "source"), _text(entry, "instance", "source")))
+        place = f"[[source]] {i + 1}"
+        _known(entry, {"path", "instance"}, place)
+        sources.append(SourceRule(_text(entry, "path", place), _text(entry, "instance", place)))
+    # `class` in the file is `klass` in Python, where the word is taken.
     attributes = dict(_table(raw, "attributes"))
+    _known(attributes, {f.name for f in fields(Attributes)} - {"klass"} | {"class"}, "[attributes]")
+    for key, value in attributes.items():
+        if not isinstance(value, str) or not value:
+            raise UsageError(f"[attributes] {key}: must be the name of a span attribute")
     if "class" in attributes:
         attributes["klass"] = attributes.pop("class")
-    _known(attributes, {f.name for f in fields(Attributes)}, "[attributes]")
-    for key, value in attributes.items():
-        if not isinstance(value, str):
-            raise UsageError(f"[attributes] {key}: must be the name of a span attribute")
     return Config(classes or DEFAULT_CLASSES, tuple(slos), tuple(sources), Attributes(**attributes))
 
 
@@ -141,7 +144,7 @@ def parse_slo(text: str) -> Slo:
 def _slo(klass: str, key: str, limit: Any) -> Slo:
     if key not in SLO_KEYS:
         raise UsageError(f"[slo.{klass}] {key}: unknown; use one of {', '.join(sorted(SLO_KEYS))}")
-    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 < limit < float("inf"):
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 < limit <= sys.float_info.max:
         raise UsageError(f"[slo.{klass}] {key}: must be a positive number of seconds")
     metric, quantile = SLO_KEYS[key]
     return Slo(klass, metric, quantile, float(limit))
@@ -153,12 +156,12 @@ def _request_class(entry: Mapping[str, Any], index: int) -> RequestClass:
     name = _text(entry, "name", place)
     ranges: dict[str, tuple[int | None, int | None]] = {}
     values: dict[str, tuple[str, ...]] = {}
-    for key, test in _table(entry, "where").items():
+    for key, test in _table(entry, "where", place).items():
         if key in CLASS_RANGES:
             ranges[key] = _range(test, f"{place} where.{key}")
         elif key in CLASS_VALUES:
             wanted = [test] if isinstance(test, str) else test
-            if not isinstance(wanted, list) or not all(isinstance(v, str) for v in wanted):
+            if not isinstance(wanted, list) or not wanted or not all(isinstance(v, str) for v in wanted):
                 raise UsageError(f"{place} where.{key}: must be a string or a list of strings")
             values[key] = tuple(wanted)
         else:
@@ -186,10 +189,10 @@ def _known(entry: Mapping[str, Any], keys: set[str], place: str) -> None:
             raise UsageError(f"{place} {key}: unknown key; known are {', '.join(sorted(keys))}".strip())
 
 
-def _table(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def _table(raw: Mapping[str, Any], key: str, place: str = "") -> Mapping[str, Any]:
     value = raw.get(key, {})
     if not isinstance(value, dict):
-        raise UsageError(f"{key}: must be a table")
+        raise UsageError(f"{place} {key}: must be a table".strip())
     return value
 
 

@@ -13,7 +13,7 @@ import duckdb
 import numpy as np
 import numpy.typing as npt
 
-from tailscope.scan import listed, quote, scan, types_of
+from tailscope.scan import Scan, listed, quote, scan, types_of
 from tailscope.schema import REQUESTS, Table
 
 #: Beyond it DuckDB spills to a temporary folder.
@@ -22,15 +22,15 @@ MEMORY = "1GB"
 
 @dataclass
 class Known:
-    """Rows to leave out, by part, and how many those and the conflicting ones are, by source."""
+    """Which rows to keep, for parts that lose some; how many are left out and how many conflict, by source."""
 
-    rows: dict[Path, npt.NDArray[np.int64]] = field(default_factory=dict)
+    keep: dict[Path, npt.NDArray[np.bool_]] = field(default_factory=dict)
     duplicate: Counter[str] = field(default_factory=Counter)
     conflicting: Counter[str] = field(default_factory=Counter)
 
 
 def find_known(table: Table, new: Sequence[Path], stored: Sequence[Path], sources: Sequence[str]) -> Known:
-    """Judge the rows of the parts `new`, which come from `sources` in this order, against `stored` and each other.
+    """Judge the rows of the parts `new`, of `sources` in this order, against `stored` and each other.
 
     Rows that one source repeats are kept, except in `requests`, where a row has a key. Rows of `requests`
     with the key of another row but other content conflict; they are kept. Only stored rows of the same span
@@ -48,21 +48,85 @@ def find_known(table: Table, new: Sequence[Path], stored: Sequence[Path], source
             "preserve_insertion_order": False,
         }
         with closing(duckdb.connect(config=config)) as con:
-            _load_new(con, table, new, sources, keyed)
-            _load_stored(con, table, new, stored, keyed)
-            _judge(con, keyed)
-            for number, part in enumerate(new):
-                rows = con.execute("SELECT row FROM judged WHERE known AND part = $part", {"part": number})
-                gone = np.asarray(rows.fetchnumpy()["row"])
-                if len(gone):
-                    known.rows[part] = gone
-            for counts, sql in (
-                (known.duplicate, DUPLICATE),
-                (known.conflicting, CONFLICTING if keyed else ""),
-            ):
-                for number, count in con.execute(sql).fetchall() if sql else []:
-                    counts[sources[number]] = count
+            old = scan(con, table, map(str, stored)) if stored else None
+            _number(con, table, new, sources)
+            # Without keys one part at a time will do, which bounds memory.
+            for group in [new] if keyed else [[part] for part in new]:
+                _load_new(con, table, group, keyed)
+                _load_stored(con, table, group, old, keyed)
+                _judge(con, keyed)
+                _collect(con, group, sources, keyed, known)
     return known
+
+
+def _number(
+    con: duckdb.DuckDBPyConnection, table: Table, new: Sequence[Path], sources: Sequence[str]
+) -> None:
+    """The order of the sources, and the rows of all but the last, which no other comes after and may be large."""
+    order = ", ".join(f"({quote(source)}, {number})" for number, source in enumerate(sources))
+    con.execute(f"CREATE TEMP TABLE numbered AS SELECT * FROM (VALUES {order}) AS v(source, number)")
+    con.execute(
+        f"CREATE TEMP TABLE earlier AS SELECT {_content(table)} AS content, min(number) AS first "
+        f"FROM {_parts(new)} JOIN numbered USING (source) WHERE number < {len(sources) - 1} GROUP BY content"
+    )
+
+
+def _load_new(con: duckdb.DuckDBPyConnection, table: Table, new: Sequence[Path], keyed: bool) -> None:
+    con.execute(
+        "CREATE OR REPLACE TEMP TABLE fresh"
+        "(part USMALLINT, row BIGINT, source UINTEGER, key UBIGINT, content UBIGINT)"
+    )
+    for number, part in enumerate(new):
+        con.execute(
+            f"INSERT INTO fresh SELECT {number}, file_row_number, number, {_key(keyed)}, {_content(table)} "
+            f"FROM {_parts([part])} JOIN numbered USING (source)"
+        )
+
+
+def _load_stored(
+    con: duckdb.DuckDBPyConnection, table: Table, new: Sequence[Path], old: Scan | None, keyed: bool
+) -> None:
+    """Of the stored rows those that a new one equals or shares its key with."""
+    con.execute("CREATE OR REPLACE TEMP TABLE stored(key UBIGINT, content UBIGINT)")
+    if old is None:
+        return
+    within = "true"
+    if table.time:
+        # Rows of other times cannot be equal, and row-group statistics skip them.
+        span = f'SELECT min("{table.time}"), max("{table.time}") FROM {_parts(new)}'
+        [(low, high)] = con.execute(span).fetchall()
+        time = old.columns[table.time]
+        within = f"({time} IS NULL" + (")" if low is None else f" OR {time} BETWEEN {low} AND {high})")
+    con.execute(
+        f"INSERT INTO stored SELECT DISTINCT key, content FROM (SELECT {_key(keyed, old.columns)} AS key, "
+        f"{_content(table, old.columns)} AS content FROM {old.relation} WHERE {within}) "
+        "WHERE content IN (SELECT content FROM fresh)"
+        + (" OR key IN (SELECT key FROM fresh WHERE key IS NOT NULL)" if keyed else "")
+    )
+
+
+def _judge(con: duckdb.DuckDBPyConnection, keyed: bool) -> None:
+    again = "row_number() OVER (PARTITION BY key, fresh.content ORDER BY source, part, row) > 1"
+    con.execute(
+        "CREATE OR REPLACE TEMP TABLE judged AS SELECT part, row, source, key, fresh.content, "
+        "fresh.content IN (SELECT content FROM stored) OR coalesce(first < source, false) "
+        + (f"OR (key IS NOT NULL AND {again}) " if keyed else "")
+        + "AS known FROM fresh LEFT JOIN earlier ON earlier.content = fresh.content"
+    )
+
+
+def _collect(
+    con: duckdb.DuckDBPyConnection, new: Sequence[Path], sources: Sequence[str], keyed: bool, known: Known
+) -> None:
+    for number, part in enumerate(new):
+        sql = "SELECT NOT known AS keep FROM judged WHERE part = $part ORDER BY row"
+        keep = np.asarray(con.execute(sql, {"part": number}).fetchnumpy()["keep"], dtype=bool)
+        if not keep.all():
+            known.keep[part] = keep
+    for number, count in con.execute(DUPLICATE).fetchall():
+        known.duplicate[sources[number]] += count
+    for number, count in con.execute(CONFLICTING).fetchall() if keyed else []:
+        known.conflicting[sources[number]] += count
 
 
 DUPLICATE = "SELECT source, count(*) FROM judged WHERE known GROUP BY source"
@@ -76,79 +140,26 @@ CONFLICTING = """
 """
 
 
-def _load_new(
-    con: duckdb.DuckDBPyConnection, table: Table, new: Sequence[Path], sources: Sequence[str], keyed: bool
-) -> None:
-    con.execute(
-        "CREATE TEMP TABLE fresh(part USMALLINT, row BIGINT, source UINTEGER, key UBIGINT, content UBIGINT)"
-    )
-    order = ", ".join(f"({quote(source)}, {number})" for number, source in enumerate(sources))
-    con.execute(f"CREATE TEMP TABLE numbered AS SELECT * FROM (VALUES {order}) AS v(source, number)")
-    columns = {column.name: f'"{column.name}"' for column in table.columns}
-    for number, part in enumerate(new):
-        con.execute(
-            f"INSERT INTO fresh SELECT {number}, file_row_number, number, {_key(columns, keyed)}, "
-            f"{_content(table, columns)} FROM {_parts([part])} JOIN numbered USING (source)"
-        )
-
-
-def _load_stored(
-    con: duckdb.DuckDBPyConnection, table: Table, new: Sequence[Path], stored: Sequence[Path], keyed: bool
-) -> None:
-    """Of the stored rows those that a new one equals or shares its key with."""
-    con.execute("CREATE TEMP TABLE stored(key UBIGINT, content UBIGINT)")
-    if not stored:
-        return
-    old = scan(con, table, map(str, stored))
-    within = "true"
-    if table.time:
-        # Rows of other times cannot be equal, and row-group statistics skip them.
-        [(low, high)] = con.execute(
-            f'SELECT min("{table.time}"), max("{table.time}") FROM {_parts(new)}'
-        ).fetchall()
-        time = old.columns[table.time]
-        within = f"({time} IS NULL" + (")" if low is None else f" OR {time} BETWEEN {low} AND {high})")
-    key = _key(old.columns, keyed)
-    con.execute(
-        f"INSERT INTO stored SELECT DISTINCT key, content FROM "
-        f"(SELECT {key} AS key, {_content(table, old.columns)} AS content FROM {old.relation} WHERE {within}) "
-        "WHERE content IN (SELECT content FROM fresh)"
-        + (" OR key IN (SELECT key FROM fresh WHERE key IS NOT NULL)" if keyed else "")
-    )
-
-
-def _judge(con: duckdb.DuckDBPyConnection, keyed: bool) -> None:
-    # No source comes after the last, which is also the one that may be large.
-    con.execute(
-        "CREATE TEMP TABLE earlier AS SELECT content, min(source) AS first FROM fresh "
-        "WHERE source < (SELECT max(source) FROM fresh) GROUP BY content"
-    )
-    again = "row_number() OVER (PARTITION BY key, fresh.content ORDER BY source, part, row) > 1"
-    con.execute(
-        "CREATE TEMP TABLE judged AS SELECT part, row, source, key, fresh.content, "
-        "fresh.content IN (SELECT content FROM stored) OR coalesce(first < source, false) "
-        + (f"OR (key IS NOT NULL AND {again}) " if keyed else "")
-        + "AS known FROM fresh LEFT JOIN earlier ON earlier.content = fresh.content"
-    )
-
-
 def _parts(paths: Sequence[Path]) -> str:
     return f"read_parquet({listed(map(str, paths))}, file_row_number=true, hive_partitioning=false)"
 
 
-def _key(columns: dict[str, str], keyed: bool) -> str:
-    key = columns["request_key"] if keyed else ""
-    return f"CASE WHEN {key} IS NOT NULL THEN hash({key}) END" if keyed else "NULL"
+def _key(keyed: bool, columns: dict[str, str] | None = None) -> str:
+    if not keyed:
+        return "NULL"
+    key = columns["request_key"] if columns else "request_key"
+    return f"CASE WHEN {key} IS NOT NULL THEN hash({key}) END"
 
 
-def _content(table: Table, columns: dict[str, str]) -> str:
+def _content(table: Table, columns: dict[str, str] | None = None) -> str:
     """A hash of all but provenance. Lengths tell NULL from empty, and [1], [2, 3] from [1, 2], [3]."""
     values = []
     for name, kind in types_of(table).items():
         if name not in table.provenance:
-            values.append(columns[name])
+            value = columns[name] if columns else f'"{name}"'
+            values.append(value)
             if kind.endswith("[]"):
-                values.append(f"len({columns[name]})")
+                values.append(f"len({value})")
             elif kind.startswith("MAP"):
-                values.append(f"cardinality({columns[name]})")
+                values.append(f"cardinality({value})")
     return f"hash({', '.join(values)})"

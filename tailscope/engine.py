@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import pyarrow as pa
@@ -11,22 +12,35 @@ import pyarrow as pa
 from tailscope import registry, trust
 from tailscope.align import Scope, align
 from tailscope.config import Config
-from tailscope.ledger.bills import write_bills
+from tailscope.errors import UsageError
+from tailscope.ledger.bills import Ledger, write_bills
 from tailscope.ledger.contrast import MIN_REQUESTS, write_contrast
 from tailscope.ledger.coupling import write_coupling
-from tailscope.ledger.histogram import histogram_rows
+from tailscope.ledger.histogram import ALL, histogram_rows
 from tailscope.model import Check, ClassRow, Decision, Diagnosis, Finding, Rule, Verdict
 from tailscope.schema import TABLES
 from tailscope.store import Trace
 
 #: From this share of failed requests on, the latency of the rest says little about the service.
 FAILED_SHARE = 0.5
+#: How far from a long step an event may lie and still be named beside it.
+EVENT_NEAR_NS = 5_000_000_000
 
 
 def diagnose(trace: Trace, config: Config, scope: Scope | None = None) -> Diagnosis:
     """Judge a trace. Raises TailscopeError only for a trace that cannot be read."""
     scope = scope or Scope()
     align(trace, config, scope)
+    if scope.klass is not None:
+        known = [r["klass"] for r in trace.rows("SELECT DISTINCT klass FROM joined ORDER BY klass")]
+        if scope.klass not in known:
+            raise UsageError(
+                f"--class {scope.klass!r}: no request is of it; there are {', '.join(known) or 'none'}"
+            )
+    for slo in config.slos:
+        if slo.klass not in {c.name for c in config.classes} | {ALL, "unknown"}:
+            names = ", ".join(c.name for c in config.classes)
+            raise UsageError(f"objective for class {slo.klass!r}: no such class; there are {names} and {ALL}")
     ledger = write_bills(trace, _token_budgets(trace))
     classes = write_contrast(trace, ledger, config.slos, scope.klass)
     if not any(row.n for row in classes):
@@ -43,7 +57,7 @@ def diagnose(trace: Trace, config: Config, scope: Scope | None = None) -> Diagno
     explained = _explained(trace, findings, classes)
     return Diagnosis(
         trace=_about(trace),
-        verdict=_verdict(trace, classes, checks, findings, explained),
+        verdict=_verdict(trace, ledger, classes, checks, findings, explained),
         classes=tuple(classes),
         checks=tuple(checks),
         findings=tuple(findings),
@@ -120,6 +134,7 @@ def _explained(trace: Trace, findings: Sequence[Finding], classes: Sequence[Clas
 
 def _verdict(
     trace: Trace,
+    ledger: Ledger,
     classes: Sequence[ClassRow],
     checks: Sequence[Check],
     findings: Sequence[Finding],
@@ -131,7 +146,8 @@ def _verdict(
     n, failed = outcome["n"], outcome["failed"]
     if n and failed / n >= FAILED_SHARE:
         return Verdict(
-            f"No latency verdict: {failed} of {n} requests failed. Find out why before looking at latency.",
+            f"No latency verdict: {failed} of {n} requests failed.{_deaths(trace)} "
+            "Find out why before looking at latency.",
             "inconclusive",
             None,
         )
@@ -151,11 +167,15 @@ def _verdict(
         if any(f.status == "inconclusive" for f in findings):
             return Verdict(findings[0].title + ", but the data cannot decide why.", "inconclusive", None)
         undecided = [check.rule for check in checks if check.status != "clear"]
-        largest = _largest_component(with_tail)
+        size = max(row.n for row in with_tail if row.metric != "ITL")
+        largest, in_the_dark = _largest_component(with_tail)
+        if in_the_dark:
+            text = f"No rule found a cause in {size:,} requests.{largest}{_longest_steps(trace, ledger)}"
+            return Verdict(text, "inconclusive", None)
         if len(undecided) == len(checks):
-            return Verdict(f"No rule could decide on {n:,} requests.{largest}", "inconclusive", None)
+            return Verdict(f"No rule could decide on {size:,} requests.{largest}", "inconclusive", None)
         but = f", but {' and '.join(undecided)} could not decide" if undecided else ""
-        return Verdict(f"No rule found a cause in {n:,} requests{but}.{largest}", "nothing", None)
+        return Verdict(f"No rule found a cause in {size:,} requests{but}.{largest}", "nothing", None)
     histograms = [row for row in classes if row.basis == "histogram" and row.range99_s]
     if histograms:
         row = histograms[0]
@@ -178,16 +198,45 @@ def _verdict(
     return Verdict("The trace holds no requests and no latency histograms.", "no-data", None)
 
 
-def _largest_component(rows: Sequence[ClassRow]) -> str:
-    """Of the class and metric whose tail is the most out of proportion."""
+def _largest_component(rows: Sequence[ClassRow]) -> tuple[str, bool]:
+    """A sentence on the class and metric whose tail is the most out of proportion, and whether it is unexplained."""
     row = max(rows, key=lambda r: (r.excess_s or 0.0) / (r.p50_s or 1.0))
     if not row.excess or not row.excess_s:
-        return ""
+        return "", False
     component, seconds = max(row.excess.items(), key=lambda item: item[1])
-    return (
+    text = (
         f" The {row.metric} tail of class {row.klass} is {row.excess_s:.3g} s above typical, mostly {component}"
         f" ({seconds:.3g} s)."
     )
+    return text, component == "unexplained"
+
+
+def _longest_steps(trace: Trace, ledger: Ledger) -> str:
+    """When the steps were that the cost model explains least, and what the events say of that time."""
+    longest = sorted((s for e in ledger.engines for s in e["longest"]), key=lambda s: -s["seconds"])[:1]
+    if not longest:
+        return ""
+    step = longest[0]
+    end_ns = step["time_ns"] + int(step["seconds"] * 1e9)
+    near = trace.rows(
+        "SELECT DISTINCT detail FROM events WHERE kind IN ('config', 'eplb', 'jit', 'restart') AND length(detail) < 80 "
+        "AND time_ns BETWEEN $low AND $high ORDER BY detail LIMIT 3",
+        {"low": step["time_ns"] - EVENT_NEAR_NS, "high": end_ns + EVENT_NEAR_NS},
+    )
+    text = f" One step took {step['seconds']:.3g} s longer than its batch accounts for, from {_clock(step['time_ns'])}"
+    return text + (f"; beside it in the log: {', '.join(r['detail'] for r in near)}." if near else ".")
+
+
+def _deaths(trace: Trace) -> str:
+    """When an engine died, where the log says so."""
+    rows = trace.rows(
+        "SELECT min(time_ns) AS time_ns FROM events WHERE detail LIKE '%engine died%' HAVING count(*) > 0"
+    )
+    return f" An engine died at {_clock(rows[0]['time_ns'])} by its log." if rows else ""
+
+
+def _clock(ns: int) -> str:
+    return f"{datetime.fromtimestamp(ns / 1e9, UTC):%H:%M:%S} UTC"
 
 
 def _about(trace: Trace) -> dict[str, Any]:
@@ -201,6 +250,8 @@ def _about(trace: Trace) -> dict[str, Any]:
         "instances": [
             r["instance"] for r in trace.rows("SELECT DISTINCT instance FROM observed ORDER BY 1 LIMIT 100")
         ],
+        "requests": trace.count("joined"),
+        "steps": trace.count("steps"),
         "rows": {table.name: trace.count(table.name) for table in TABLES if trace.has(table.name)},
         "sources": trace.rows(
             "SELECT kind, count(*) AS files, sum(rows) AS rows, sum(rows_rejected) AS rows_rejected, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -15,11 +16,15 @@ from tailscope import registry
 from tailscope.config import Config
 from tailscope.errors import BadInput, UsageError
 from tailscope.model import Collector
-from tailscope.parts import SourceWriter, Stored, TraceWriter
-from tailscope.schema import Table
+from tailscope.parts import Stored, TraceWriter
+from tailscope.schema import BY_NAME, Table
 from tailscope.source import Options, Source, Tally, files_below
 
 SOURCE_ID_DIGITS = 16
+
+Status = Literal["ingested", "known", "skipped", "failed"]
+KNOWN = "content is in the trace already"
+UNREADABLE = "cannot be read"
 
 
 @dataclass
@@ -27,7 +32,7 @@ class Outcome:
     """What became of one file."""
 
     path: str
-    status: Literal["ingested", "known", "skipped", "failed"]
+    status: Status
     message: str = ""
     kind: str = ""
     stored: Stored = field(default_factory=Stored)
@@ -36,11 +41,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _File:
+    """A file found; `problem` says why it is not read, `collector` what reads it otherwise."""
+
     path: Path
     display: str
-    collector: Collector | None
     folder: str
-    empty: bool = False
+    collector: Collector | None
+    problem: str = ""
 
 
 def ingest(
@@ -54,76 +61,77 @@ def ingest(
 ) -> list[Outcome]:
     """Read every file at or below `paths` into the trace `output`; content that it holds already changes nothing.
 
-    `report(outcome, done, total)` is called after each file. Raises UsageError for a path that does not
-    exist, TailscopeError when the trace cannot be written.
+    `report(outcome, done, total)` is called after each file. Small files are stored many at once, so that
+    `outcome.stored` is only complete on return. Raises UsageError for a path that does not exist,
+    TailscopeError when the trace cannot be written.
     """
-    files = [file for path in paths for file in _find(path, output)]
+    files = {file.path.resolve(): file for path in paths for file in _find(path, output)}
     outcomes: list[Outcome] = []
-    seen: set[Path] = set()
-    for number, file in enumerate(files, 1):
-        resolved = file.path.resolve()
-        if resolved in seen:
-            continue
-        seen.add(resolved)
-        outcomes.append(_ingest_file(file, output, config, options, instance))
-        report(outcomes[-1], number, len(files))
+    with TraceWriter(output) as writer:
+        task = _Ingest(writer, config, options, instance)
+        try:
+            for number, file in enumerate(files.values(), 1):
+                outcomes.append(task.add(file))
+                if writer.full:
+                    task.store()
+                report(outcomes[-1], number, len(files))
+        finally:
+            task.store()
     return outcomes
 
 
-def _ingest_file(
-    file: _File, output: Path, config: Config, options: Options, instance: str | None
-) -> Outcome:
-    if file.empty:
-        return Outcome(file.display, "skipped", "empty")
-    if file.collector is None:
-        return Outcome(file.display, "skipped", "not recognised as telemetry")
-    collector = file.collector
-    source = Source(file.path, file.display, options)
-    content_hash = source.content_hash()
-    source_id = content_hash[:SOURCE_ID_DIGITS]
-    if TraceWriter(output).knows(source_id):
-        return Outcome(file.display, "known", "content is in the trace already", collector.name)
-    given = instance or next((s.instance for s in config.sources if fnmatch(file.display, s.path)), None)
-    placed = _Placement(given, file.folder)
-    with SourceWriter(output, source_id) as writer:
+class _Ingest:
+    """Reads files into a writer, and commits when there is enough of them."""
+
+    def __init__(self, writer: TraceWriter, config: Config, options: Options, instance: str | None) -> None:
+        self._writer, self._config, self._options, self._instance = writer, config, options, instance
+        self._unstored: dict[str, Outcome] = {}
+
+    def add(self, file: _File) -> Outcome:
+        if file.collector is None:
+            status: Status = "failed" if file.problem.startswith(UNREADABLE) else "skipped"
+            message = f"{file.display}: {file.problem}" if status == "failed" else file.problem
+            return Outcome(file.display, status, message)
+        source = Source(file.path, file.display, self._options)
         try:
-            for table, rows in collector.read(source):
-                writer.write(table, placed.place(table, rows))
-        except BadInput as error:
-            return Outcome(file.display, "failed", str(error), collector.name, tally=source.tally)
-        tally = source.tally
-        stored = writer.commit(
-            {
-                "instance": given or file.folder,
-                "kind": collector.name,
-                "path": file.display,
-                "content_hash": content_hash,
-                "collector": collector.name,
-                "version": collector.version,
-                "clock": source.clock,
-                "offset_ns": source.offset_ns,
-                "offset_error_ns": source.offset_error_ns,
-                "rows_rejected": tally.rejected.total(),
-                "reject_reasons": sorted(tally.rejected.items()),
-                "rows_skipped": tally.skipped.total(),
-                "skip_reasons": sorted(tally.skipped.items()),
-                "values_blanked": tally.blanked.total(),
-                "blank_reasons": sorted(tally.blanked.items()),
-                "notes": tally.notes,
-                "instances": sorted(placed.named),
-                "folder": file.folder,
-                "first_ns": placed.first_ns,
-                "last_ns": placed.last_ns,
-            }
+            content_hash = source.content_hash()
+        except OSError as error:
+            return _failed(file, source, error)
+        source_id = content_hash[:SOURCE_ID_DIGITS]
+        if self._writer.knows(source_id):
+            return Outcome(file.display, "known", KNOWN, file.collector.name)
+        given = self._instance or next(
+            (s.instance for s in self._config.sources if fnmatch(file.display, s.path)), None
         )
-    return Outcome(file.display, "ingested", "", collector.name, stored, tally)
+        placed = _Placement(given, file.folder)
+        self._writer.begin(source_id)
+        try:
+            for table, rows in file.collector.read(source):
+                self._writer.write(table, placed.place(table, rows))
+        except (BadInput, OSError) as error:
+            self._writer.abandon()
+            return _failed(file, source, error)
+        self._writer.finish(_source_row(file, file.collector, source, content_hash, placed))
+        outcome = Outcome(file.display, "ingested", "", file.collector.name, tally=source.tally)
+        self._unstored[source_id] = outcome
+        return outcome
+
+    def store(self) -> None:
+        """Commit, and say of each outcome what was stored."""
+        stored = self._writer.commit()
+        for source_id, outcome in self._unstored.items():
+            if source_id in stored:
+                outcome.stored = stored[source_id]
+            else:
+                outcome.status, outcome.message = "known", KNOWN
+        self._unstored = {}
 
 
 class _Placement:
     """Says which instance rows belong to, and remembers which ones the source named and when it was."""
 
     def __init__(self, given: str | None, folder: str) -> None:
-        self._given, self._folder = given, folder
+        self.given, self._folder = given, folder
         self.named: set[str] = {given} if given else set()
         self.first_ns: int | None = None
         self.last_ns: int | None = None
@@ -131,8 +139,8 @@ class _Placement:
     def place(self, table: Table, rows: pa.Table) -> pa.Table:
         index = rows.schema.get_field_index("instance")
         instances: Any = rows.column(index)
-        if self._given:
-            instances = pa.repeat(pa.scalar(self._given), rows.num_rows)
+        if self.given:
+            instances = pa.repeat(pa.scalar(self.given), rows.num_rows)
         else:
             self.named.update(v for v in instances.unique().to_pylist() if v is not None)
             instances = instances.fill_null(self._folder)
@@ -145,35 +153,94 @@ class _Placement:
         return rows.set_column(index, "instance", instances)
 
 
+def _failed(file: _File, source: Source, error: BadInput | OSError) -> Outcome:
+    message = str(error)
+    if isinstance(error, OSError):
+        message = f"{file.display}: {UNREADABLE}: {error.strerror or error}"
+    kind = file.collector.name if file.collector else ""
+    return Outcome(file.display, "failed", message, kind, tally=source.tally)
+
+
+def _source_row(
+    file: _File, collector: Collector, source: Source, content_hash: str, placed: _Placement
+) -> dict[str, Any]:
+    tally = source.tally
+    return {
+        "instance": placed.given or file.folder,
+        "kind": collector.name,
+        "path": file.display,
+        "content_hash": content_hash,
+        "collector": collector.name,
+        "version": collector.version,
+        "clock": source.clock,
+        "offset_ns": source.offset_ns,
+        "offset_error_ns": source.offset_error_ns,
+        "rows_rejected": tally.rejected.total(),
+        "reject_reasons": sorted(tally.rejected.items()),
+        "rows_skipped": tally.skipped.total(),
+        "skip_reasons": sorted(tally.skipped.items()),
+        "values_blanked": tally.blanked.total(),
+        "blank_reasons": sorted(tally.blanked.items()),
+        "notes": tally.notes,
+        "instances": sorted(placed.named),
+        "folder": file.folder,
+        "first_ns": placed.first_ns,
+        "last_ns": placed.last_ns,
+    }
+
+
 def _find(path: Path, output: Path) -> Iterable[_File]:
-    if not path.exists():
-        raise UsageError(f"{path}: no such file or folder")
-    if path.is_dir() and any(path.glob("*/*.parquet")):
-        raise UsageError(f"{path}: is a trace already; tailscope reads traces with diagnose and query")
-    files = [p for p in files_below(path) if not p.is_relative_to(output)]
+    try:
+        path.stat()
+    except FileNotFoundError as error:
+        raise UsageError(f"{_text(path)}: no such file or folder") from error
+    except OSError as error:
+        raise UsageError(f"{_text(path)}: {UNREADABLE}: {error.strerror}") from error
+    if path.is_dir() and any(any((path / table).glob("*.parquet")) for table in BY_NAME):
+        raise UsageError(f"{_text(path)}: is a trace already; tailscope reads traces with diagnose and query")
+    target = output.resolve()
+    files = [p for p in files_below(path) if not p.parent.resolve().is_relative_to(target)]
     recognised = {p: _recognise(p) for p in files}
     telemetry_folders = {p.parent for p, (collector, _) in recognised.items() if collector}
-    for file, (collector, empty) in recognised.items():
-        yield _File(file, str(file), collector, _folder(path, file, telemetry_folders), empty)
+    for file, (collector, problem) in recognised.items():
+        yield _File(file, _text(file), _folder(path, file, telemetry_folders), collector, problem)
 
 
-def _recognise(path: Path) -> tuple[Collector | None, bool]:
+def _recognise(path: Path) -> tuple[Collector | None, str]:
+    """The collector for a file, or why there is none."""
+    source = Source(path)
     try:
-        head = Source(path).head()
+        if path.is_dir():
+            return (
+                None,
+                "a link to a folder; name it to have it read"
+                if path.is_symlink()
+                else f"{UNREADABLE}: Permission denied",
+            )
+        if not path.is_file():
+            return None, "not a regular file"
+        head = source.head()
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+        return None, f"{UNREADABLE}: {error.strerror or error}"
     if not head.strip():
-        return None, True
-    name = Source(path).name
-    return next((c for c in registry.collectors() if c.recognises(head, name)), None), False
+        return None, "empty"
+    collector = next((c for c in registry.collectors() if c.recognises(head, source.name)), None)
+    return collector, "" if collector else "not recognised as telemetry"
 
 
 def _folder(root: Path, file: Path, telemetry_folders: set[Path]) -> str:
     """The folder that stands for an instance: the topmost one on the way to `file` that holds telemetry itself.
 
-    A run's folder with sub-folders is one instance; a folder of runs is one instance a run.
+    A run's folder with sub-folders is one instance; a folder of runs is one instance a run. It is named as
+    seen from `root`, so that a/logs and b/logs are two.
     """
     if not root.is_dir():
-        return file.resolve().parent.name or "/"
+        return _text(file.parent.resolve().name) or "/"
     way = [folder for folder in reversed(file.parents) if folder.is_relative_to(root)]
-    return next((f for f in way if f in telemetry_folders), file.parent).resolve().name or "/"
+    top = next((f for f in way if f in telemetry_folders), file.parent)
+    return _text(root.resolve().name if top == root else top.relative_to(root)) or "/"
+
+
+def _text(path: Path | str) -> str:
+    """A path as Unicode: file names are bytes and need not be valid."""
+    return os.fsencode(path).decode("utf-8", "replace")

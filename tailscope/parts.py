@@ -7,30 +7,32 @@ leaves nothing half visible, and the next commit removes what it left.
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
 import os
-import re
 import secrets
-import socket
-import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tailscope.dedupe import Known, find_known
-from tailscope.errors import BadInput, TailscopeError
-from tailscope.scan import first_line
+from tailscope.layout import (
+    PART_NAME,
+    commits,
+    locked,
+    readable,
+    remove_abandoned,
+    sync,
+    temporary_name,
+    visible_parts,
+    writable,
+)
 from tailscope.schema import BY_NAME, SCHEMA_VERSION, SOURCES, Table
 
 PART_ROWS = 131_072
@@ -38,11 +40,6 @@ ROW_GROUP_ROWS = 65_536
 COMPRESSION: Literal["zstd"] = "zstd"
 #: Sources a commit takes at most, so that little is read again after a crash.
 COMMIT_SOURCES = 1_000
-#: A temporary part of another machine is as good as abandoned after this time.
-ABANDONED_S = 86_400
-
-#: A part of ours. The first group is the id of its commit.
-PART_NAME = re.compile(r"part-([0-9a-f]{16})-\d{4,}\.parquet")
 
 
 def part_metadata(table: Table) -> dict[str, str]:
@@ -97,7 +94,7 @@ class TraceWriter:
         self._own, self._finished = _Pending(), _Pending()
         self._source_rows: dict[str, dict[str, Any]] = {}
         self._stored: dict[str, Stored] = {}
-        self._sources_of: dict[Path, frozenset[str]] = {}
+        self._sources_of: dict[Path, frozenset[str | None]] = {}
 
     def __enter__(self) -> TraceWriter:
         return self
@@ -113,8 +110,8 @@ class TraceWriter:
     def begin(self, source_id: str) -> None:
         """Start a source; its id is 16 hex digits."""
         if not self._source:
-            with _writable(self.root), _locked(self.root):
-                _remove_abandoned(self.root)
+            with writable(self.root), locked(self.root):
+                remove_abandoned(self.root)
         self._source = source_id
 
     def write(self, table: Table, rows: pa.Table) -> None:
@@ -163,7 +160,7 @@ class TraceWriter:
         try:
             for rows in list(self._finished.rows.values()):
                 self._flush(self._finished, rows)
-            with _writable(self.root), _locked(self.root):
+            with writable(self.root), locked(self.root):
                 committed = self._committed()
                 stored = {source: s for source, s in self._stored.items() if source not in committed}
                 if stored:
@@ -192,10 +189,9 @@ class TraceWriter:
         table = rows.table
         pending.rows.pop(table.name, None)
         ordered = pa.concat_tables(rows.batches).sort_by([(column, "ascending") for column in table.sort])
-        name = f".{self._token}-{self._parts_written:04d}-{os.getpid()}-{socket.gethostname()}.tmp"
-        part = self.root / table.name / name
+        part = self.root / table.name / temporary_name(self._token, self._parts_written)
         self._parts_written += 1
-        with _writable(self.root):
+        with writable(self.root):
             part.parent.mkdir(exist_ok=True)
             pending.parts.setdefault(table.name, []).append(part)
             _write_part(part, table, ordered)
@@ -204,8 +200,8 @@ class TraceWriter:
         """Leave out rows that the trace has, and those of sources that another writer stored."""
         known = Known()
         if table.identity:
-            with _readable(self.root, table.name):
-                others = visible_parts(self.root).get(table.name, [])
+            with readable(self.root, table.name):
+                others = visible_parts(self.root, table.name).get(table.name, [])
                 known = find_known(table, parts, others, list(stored))
         for source, count in known.duplicate.items():
             stored[source].rows[table.name] -= count
@@ -214,10 +210,11 @@ class TraceWriter:
             stored[source].conflicting += count
         lost = len(stored) < len(self._stored)
         for part in parts:
-            if lost or part in known.rows:
+            if lost or part in known.keep:
                 rows = pq.ParquetFile(part).read()
                 keep = np.array(pc.is_in(rows["source"], pa.array(stored)))
-                keep[known.rows.get(part, [])] = False
+                # Only rows of `stored` sources were judged.
+                keep[keep] = known.keep.get(part, True)
                 _write_part(part, table, rows.filter(keep))
 
     def _add_source_rows(self, stored: dict[str, Stored]) -> None:
@@ -234,24 +231,24 @@ class TraceWriter:
         self._flush(self._finished, _Rows(SOURCES, [batch]))
 
     def _publish(self, commit_id: str) -> None:
-        """Rename the parts. Those of `sources`, which make the others count, were added last and come last."""
+        """Rename the parts. Those of `sources`, which make the others count, were added last."""
         try:
             for name, parts in self._finished.parts.items():
                 for number, part in enumerate(parts):
                     if pq.read_metadata(part).num_rows:
                         part.rename(part.with_name(f"part-{commit_id}-{number:04d}.parquet"))
-                _sync(self.root / name)
-                _sync(self.root)
+                sync(self.root / name)
+                sync(self.root)
         except BaseException:
             self._remove_orphans()
             raise
 
-    def _committed(self) -> set[str]:
+    def _committed(self) -> set[str | None]:
         """Ids of the sources in the trace. A part never changes, so each is read once."""
         visible = visible_parts(self.root, SOURCES.name).get(SOURCES.name, [])
         for part in visible:
             if part not in self._sources_of:
-                with _readable(self.root, SOURCES.name):
+                with readable(self.root, SOURCES.name):
                     file = pq.ParquetFile(part)
                     named = (
                         file.read(["source"])["source"].to_pylist()
@@ -263,7 +260,7 @@ class TraceWriter:
 
     def _remove_orphans(self) -> None:
         """Parts that a writer renamed before it died. Called under the lock, so nobody is renaming now."""
-        committed = _commits(self.root)
+        committed = commits(self.root)
         for part in self.root.glob("*/part-*.parquet"):
             ours = PART_NAME.fullmatch(part.name)
             if ours and ours[1] not in committed:
@@ -290,31 +287,6 @@ class SourceWriter:
         return self._writer.commit().get(self._source_id, Stored())
 
 
-def visible_parts(root: Path, only: str = "*") -> dict[str, list[Path]]:
-    """Table name -> Parquet files of a trace directory that count; `only` a table, if given.
-
-    A part named after a commit counts if that commit's part of `sources` exists; a part of any other name
-    always does. Hidden files and folders, and those that begin with an underscore, do not.
-    """
-    committed = _commits(root)
-    tables: dict[str, list[Path]] = {}
-    for folder in sorted(p for p in root.glob(only) if p.is_dir() and not p.name.startswith((".", "_"))):
-        parts = []
-        for part in sorted(folder.rglob("*.parquet")):
-            ours = PART_NAME.fullmatch(part.name)
-            hidden = any(name.startswith((".", "_")) for name in part.relative_to(folder).parts)
-            if not hidden and (ours[1] in committed if ours else part.is_file()):
-                parts.append(part)
-        if parts:
-            tables[folder.name] = parts
-    return tables
-
-
-def _commits(root: Path) -> set[str]:
-    names = (PART_NAME.fullmatch(p.name) for p in root.glob(f"{SOURCES.name}/part-*.parquet"))
-    return {name[1] for name in names if name}
-
-
 def _write_part(part: Path, table: Table, rows: pa.Table) -> None:
     with part.open("wb") as file:
         pq.write_table(
@@ -325,75 +297,3 @@ def _write_part(part: Path, table: Table, rows: pa.Table) -> None:
         )
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _locked(root: Path) -> Iterator[None]:
-    """One commit at a time, so that two writers do not both store the same row."""
-    root.mkdir(parents=True, exist_ok=True)
-    with (root / ".lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-@contextlib.contextmanager
-def _writable(root: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            todo = (
-                "no space left on the device. What was stored before is intact; free space and ingest again"
-            )
-        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            todo = "no permission to write there. Choose another -o"
-        elif error.errno in (errno.EEXIST, errno.ENOTDIR):
-            todo = "exists and is not a trace directory. Choose another -o"
-        else:
-            todo = f"cannot write: {error.strerror or error}"
-        raise TailscopeError(f"{root}: {todo}") from error
-
-
-@contextlib.contextmanager
-def _readable(root: Path, table: str) -> Iterator[None]:
-    try:
-        yield
-    except (duckdb.Error, pa.ArrowException) as error:
-        raise BadInput(
-            f"cannot be read: {first_line(error)}",
-            path=str(root),
-            where=f"table {table}",
-            todo="Remove the damaged part, or ingest into a new trace",
-        ) from error
-
-
-def _remove_abandoned(root: Path) -> None:
-    """Temporary parts of writers that no longer run."""
-    for part in root.glob("*/.*.tmp"):
-        _, _, pid, host = f"{part.stem}---".split("-", 3)
-        ours = host.rstrip("-") == socket.gethostname()
-        with contextlib.suppress(FileNotFoundError):
-            if pid.isdecimal() and not _runs(int(pid)) if ours else _age_s(part) > ABANDONED_S:
-                part.unlink()
-
-
-def _age_s(part: Path) -> float:
-    return time.time() - part.stat().st_mtime
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True

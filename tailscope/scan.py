@@ -28,9 +28,9 @@ _NUMBERS |= {f"U{name}" for name in _NUMBERS}
 
 @dataclass(frozen=True)
 class Scan:
-    """`columns` maps each declared column to its expression over `relation`; `unknown` are the other columns.
+    """`columns` maps each declared column to its expression over `relation`; `unknown` are the others.
 
-    `mistyped` names declared columns that the files hold as something else than a number or the declared type.
+    `mistyped` names declared columns the files hold as neither the declared type nor another number.
     """
 
     relation: str
@@ -46,9 +46,10 @@ def types_of(table: Table) -> dict[str, str]:
 def scan(
     connection: duckdb.DuckDBPyConnection, table: Table, files: Iterable[str], partitioned: bool = False
 ) -> Scan:
-    """How to read `files` as `table`: a column they lack is NULL, another type is cast, NULL where it cannot be.
+    """How to read `files` as `table`: a column they lack is NULL, another type is cast, else NULL.
 
-    `partitioned` says that folders named key=value give columns. Raises duckdb.Error for a file that is no Parquet.
+    `partitioned` says that folders named key=value give columns. Raises duckdb.Error for a file that is
+    no Parquet.
     """
     relation = (
         f"read_parquet({listed(files)}, union_by_name=true, hive_partitioning={str(partitioned).lower()})"
@@ -74,9 +75,13 @@ def scan(
 
 
 def listed(files: Iterable[str]) -> str:
-    """A list for `read_parquet`, of which DuckDB takes no path for a pattern."""
-    literal = ("".join(f"[{c}]" if c in "[*?" else c for c in file) for file in files)
-    return f"[{', '.join(quote(file) for file in literal)}]"
+    """A list for `read_parquet`."""
+    return f"[{', '.join(quote(pattern(file)) for file in files)}]"
+
+
+def pattern(file: str) -> str:
+    """A path as a pattern that matches nothing else; DuckDB takes every path for a pattern."""
+    return "".join(f"[{c}]" if c in "[*?" else c for c in file)
 
 
 def quote(text: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 
@@ -34,7 +34,7 @@ class Column:
 class Table:
     """A table of the trace.
 
-    `sort` orders the rows inside a part; its last column is the table's time column if it has one.
+    `sort` orders the rows inside a part. `time` is the column that says when, if there is one.
     `identity` says whether a row that another source already gave, equal in all but `provenance`,
     is stored once.
     """
@@ -55,22 +55,28 @@ class Table:
         """An Arrow table of exactly this schema from lists, arrays or scalars by column name.
 
         Missing columns become NULL, a scalar is repeated. Raises KeyError for a name the table
-        does not have and pyarrow.ArrowInvalid for a value that does not fit its column.
+        does not have and pyarrow.ArrowInvalid, which names the column, for a value that does not fit it.
         """
         unknown = columns.keys() - set(self.arrow.names)
         if unknown:
             raise KeyError(f"table {self.name} has no column {', '.join(sorted(unknown))}")
         rows = next((len(v) for v in columns.values() if isinstance(v, (list, pa.Array, pa.ChunkedArray))), 0)
-        arrays = []
+        arrays: list[Any] = []
         for column in self.columns:
-            value = columns.get(column.name)
-            if isinstance(value, (pa.Array, pa.ChunkedArray)):
-                arrays.append(value if value.type == column.type else value.cast(column.type))
-            elif isinstance(value, list):
-                arrays.append(pa.array(value, type=column.type))
-            else:
-                constant: Any = pa.scalar(value, type=column.type)
-                arrays.append(pa.repeat(constant, rows))
+            value, kind = columns.get(column.name), cast(Any, column.type)
+            try:
+                if isinstance(value, (pa.Array, pa.ChunkedArray)):
+                    arrays.append(value if value.type == kind else value.cast(kind))
+                elif isinstance(value, list):
+                    arrays.append(pa.array(value, type=kind))
+                elif value is None:
+                    arrays.append(pa.nulls(rows, type=kind))
+                else:
+                    arrays.append(pa.repeat(pa.scalar(value, type=kind), rows))
+            except (pa.ArrowException, OverflowError, UnicodeEncodeError, TypeError) as error:
+                raise pa.ArrowInvalid(f"{self.name}.{column.name}: {error}") from error
+            if len(arrays[-1]) != rows:
+                raise pa.ArrowInvalid(f"{self.name}.{column.name}: {len(arrays[-1])} values for {rows} rows")
         return pa.Table.from_arrays(arrays, schema=self.arrow)
 
 

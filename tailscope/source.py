@@ -20,9 +20,12 @@ from tailscope.config import Attributes
 
 GZIP_MAGIC = b"\x1f\x8b"
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+BOM = b"\xef\xbb\xbf"
 CHUNK = 1 << 20
-#: Step of decompression.
-PIECE = 32 << 10
+#: Compressed bytes read at a time.
+COMPRESSED = 32 << 10
+#: Uncompressed bytes at a time, small because damage costs the piece it lies in.
+PIECE = 4 << 10
 #: A longer line is not telemetry that we know; it would only exhaust memory.
 MAX_LINE = 64 << 20
 #: What a collector may look at to recognise its format.
@@ -99,20 +102,28 @@ class Source:
 
     @property
     def modified_ns(self) -> int:
+        """When the content was last written: gzip keeps that of the file it packed, which a copy does not change."""
+        with self.path.open("rb") as file:
+            head = file.read(8)
+        if head.startswith(GZIP_MAGIC) and (packed_s := int.from_bytes(head[4:8], "little")):
+            return packed_s * 1_000_000_000
         return self.path.stat().st_mtime_ns
 
     def open(self) -> IO[bytes]:
-        """The uncompressed content. Compressed data that ends early or is damaged ends the stream; the
-        tally then has a rejection that says so."""
-        raw = self.path.open("rb")
+        """The uncompressed content, without a byte order mark. Compressed data that ends early or is damaged
+        ends the stream; the tally then has a rejection that says so."""
+        raw = self.path.open("rb", buffering=0)
         magic = raw.read(4)
         raw.seek(0)
+        unpacked: io.RawIOBase = raw
         if magic.startswith(GZIP_MAGIC):
-            return io.BufferedReader(_Tolerant(_gunzip(raw), self.tally), CHUNK)
-        if magic == ZSTD_MAGIC:
-            pieces = _unzstd(raw, self.path.stat().st_size)
-            return io.BufferedReader(_Tolerant(pieces, self.tally), CHUNK)
-        return io.BufferedReader(raw, CHUNK)
+            unpacked = _Tolerant(_gunzip(raw), self.tally)
+        elif magic == ZSTD_MAGIC:
+            unpacked = _Tolerant(_unzstd(raw, self.path.stat().st_size), self.tally)
+        stream = io.BufferedReader(unpacked, CHUNK)
+        if stream.peek(len(BOM)).startswith(BOM):
+            stream.read(len(BOM))
+        return stream
 
     def head(self) -> bytes:
         """The first 64 KiB of the content; nothing is tallied."""
@@ -185,27 +196,38 @@ class _Tolerant(io.RawIOBase):
         return size
 
 
-def _gunzip(raw: IO[bytes]) -> Iterator[bytes]:
+def _gunzip(raw: io.FileIO) -> Iterator[bytes]:
     """Members of a gzip file, decompressed in small steps so that an error loses little."""
     with raw:
         inflate = isal_zlib.decompressobj(wbits=31)
         fresh = True
-        while compressed := raw.read(PIECE):
+        while compressed := raw.read(COMPRESSED):
             while compressed:
                 if inflate.eof:
                     inflate, fresh = isal_zlib.decompressobj(wbits=31), True
+                if fresh:
                     compressed = compressed.lstrip(b"\0")  # padding between members, as gzip allows
                     if not compressed:
                         break
-                yield inflate.decompress(compressed)
                 fresh = False
-                compressed = inflate.unused_data
-        if not inflate.eof and not fresh:
+                yield inflate.decompress(compressed, PIECE)
+                compressed = inflate.unused_data if inflate.eof else inflate.unconsumed_tail
+        while not (inflate.eof or fresh) and (piece := inflate.decompress(b"", PIECE)):
+            yield piece
+        if not (inflate.eof or fresh):
             raise EOFError
 
 
-def _unzstd(raw: IO[bytes], size: int) -> Iterator[bytes]:
-    with raw, pa.CompressedInputStream(pa.PythonFile(cast(io.IOBase, raw), mode="r"), "zstd") as stream:
+class _Sips(io.FileIO):
+    """Reads little at a time: Arrow decompresses all it is given at once, and damage costs all of that."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        return super().read(PIECE if size is None or size < 0 else min(size, PIECE)) or b""
+
+
+def _unzstd(raw: io.FileIO, size: int) -> Iterator[bytes]:
+    sips = cast(io.IOBase, _Sips(raw.fileno(), closefd=False))
+    with raw, pa.CompressedInputStream(pa.PythonFile(sips, mode="r"), "zstd") as stream:
         while True:
             try:
                 piece = stream.read(PIECE)
@@ -219,13 +241,19 @@ def _unzstd(raw: IO[bytes], size: int) -> Iterator[bytes]:
 
 
 def files_below(path: Path) -> Iterator[Path]:
-    """The regular files at or below `path`, sorted, hidden ones and trace directories left out."""
+    """The files at or below `path`, sorted; hidden ones and trace directories are left out.
+
+    Whatever else cannot be read as a file is among them, so that a caller can say so: pipes, links to
+    folders, links to nothing, folders that cannot be listed.
+    """
     if not path.is_dir():
         yield path
         return
-    for folder, folders, names in os.walk(path):
+    unlisted: list[OSError] = []
+    for folder, folders, names in os.walk(path, onerror=unlisted.append):
         folders[:] = sorted(f for f in folders if not f.startswith(".") and not f.endswith(".parquet"))
-        for name in sorted(names):
-            candidate = Path(folder, name)
-            if not name.startswith(".") and candidate.is_file():
-                yield candidate
+        links = [f for f in folders if Path(folder, f).is_symlink()]
+        for name in sorted(names + links):
+            if not name.startswith("."):
+                yield Path(folder, name)
+    yield from sorted(Path(error.filename) for error in unlisted)

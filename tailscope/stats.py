@@ -112,7 +112,7 @@ def exposure_test(
     Exposure is a culprit running in a fixed window after the victim's arrival, not an overlap with the
     request, which would condition on the outcome. The difference is taken within strata of own load and
     weighted by their exposed. The null moves all culprit intervals together by a random local shift
-    (field notes C8; circular-shift null as in spike-train analysis) and is judged by the ranks of the
+    (the circular-shift null of spike-train analysis) and is judged by the ranks of the
     latencies, since their tail hides an effect in means. None below 5 exposed or unexposed.
     """
     if not len(times_ns) or not len(starts_ns):
@@ -139,8 +139,8 @@ def exposure_test(
     observed = _stratified_difference(ranks, exposed, groups)
     generator = np.random.default_rng(seed)
     reach = min(shift_ns, length // 2)
-    # Shifts shorter than the window leave most exposures as they are.
-    least = min(window_ns, reach // 2)
+    # Shorter shifts leave most exposures as they are; much longer ones leave nothing of the load.
+    least = min(max(window_ns, int(np.median(lasting)) // 2), reach // 2)
     shifts = generator.integers(least, max(reach, least + 1), rounds) * generator.choice([-1, 1], rounds)
     null = np.array([_stratified_difference(ranks, exposed_by(int(s)), groups) for s in shifts])
     null = null[~np.isnan(null)]

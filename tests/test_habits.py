@@ -18,7 +18,9 @@ from tailscope.model import Rule
 RULES = registry.rules()
 COLLECTORS = registry.collectors()
 SENTENCE = re.compile(r"(?:[A-Z0-9`]|vLLM)[^\n]*\.")
-PYTHON = [path for path in source_files("tailscope", "collectors", "rules", "tests") if path.suffix == ".py"]
+PYTHON = [
+    path for path in source_files("tailscope", "collectors", "rules", "examples") if path.suffix == ".py"
+]
 
 
 def module_of(rule: Rule) -> ModuleType:

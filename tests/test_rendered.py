@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -95,6 +98,21 @@ def test_commands_exist_with_their_options(page: str) -> None:
         if name == "rules" and (rule := re.match(r" ([a-z][a-z-]+)", rest)):
             assert rule[1] in {r.name for r, _ in registry.rules()}
     assert named or page not in ("README.md", "docs/joining.md", "examples/README.md")
+
+
+def test_the_readme_shows_what_the_demo_prints() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "tailscope", "demo"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "NO_COLOR": "1", "COLUMNS": "140"},
+        timeout=120,
+        check=True,
+    )
+    printed = {line.rstrip() for line in done.stdout.splitlines()}
+    (block,) = re.findall(r"<!-- demo -->\n```text\n(.*?)```\n<!-- /demo -->", README, re.DOTALL)
+    stale = [line for line in block.splitlines() if line.strip() != "…" and line not in printed]
+    assert not stale, "the README's example is out of date; paste from: NO_COLOR=1 tailscope demo | cat"
 
 
 def test_the_readme_names_every_command_and_collector() -> None:

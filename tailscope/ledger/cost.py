@@ -73,7 +73,8 @@ def fit(base_features: Floats, prefill_features: Floats, tile: Floats) -> CostMo
     for _ in range(ROUNDS):
         previous = coefficients
         # The triangular factor holds all that the least-squares problem needs, in a few rows.
-        triangle = np.linalg.qr(np.column_stack([scaled * weight[:, None], y * weight]), mode="r")
+        weighted = np.column_stack([scaled * weight[:, None], y * weight])
+        triangle: Floats = np.asarray(np.linalg.qr(weighted, mode="r"))
         coefficients, _norm = nnls(triangle[:, :-1], triangle[:, -1])
         residual = (y - scaled @ coefficients) * root
         scale = 1.4826 * float(np.median(np.abs(residual))) or 1e-12

@@ -7,10 +7,11 @@ page is out of date.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tailscope import registry
+from tailscope.ledger.lines import COMPONENTS
 from tailscope.model import Collector, Rule
 from tailscope.scan import SQL_TYPES
 from tailscope.schema import TABLES, Table
@@ -26,6 +27,7 @@ def pages() -> dict[str, str]:
         "tables.md": tables_page(TABLES, collectors),
         "rules.md": rules_page([rule for rule, _ in registry.rules()]),
         "collectors.md": collectors_page(collectors),
+        "components.md": components_page(COMPONENTS),
     }
 
 
@@ -104,6 +106,22 @@ def collectors_page(collectors: Sequence[Collector]) -> str:
             "content, not by its name. A file that no collector recognises is skipped, which is said; records "
             "that cannot be used are counted, with the reason.\n",
             _grid(("collector", "reads", "fills"), rows),
+        ]
+    )
+
+
+def components_page(components: Mapping[str, str]) -> str:
+    rows = [(f"`{name}`", _sentence(meaning)) for name, meaning in components.items()]
+    text = (
+        "A request's bill books every nanosecond of its latency to one of these, in the order of its life. `wait`, "
+        "queue and prefill make TTFT; with decode they make E2E. `diagnose` shows, for each class, the mean bill of the "
+        "slow requests minus that of typical ones: where the excess went.\n"
+    )
+    return "\n".join(
+        [
+            _head("Components of a latency", "tailscope/ledger/lines.py"),
+            text,
+            _grid(("component", "time spent"), rows),
         ]
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 
 from rich import box
@@ -24,6 +25,8 @@ SEVERITY_STYLE = {"high": "bold red", "medium": "bold yellow", "low": "bold cyan
 TRUST_MARK = {"pass": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "bold red")}
 #: Parts of an excess smaller than this are not worth a place in a line.
 SMALLEST_PART = 0.03
+#: Parts of an excess that are named; what is left is their rest.
+MOST_PARTS = 4
 
 
 def render(diagnosis: Diagnosis, console: Console) -> None:
@@ -43,6 +46,15 @@ def _parts(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     if shown:
         yield Text()
         yield _classes(shown)
+        yield Text(
+            "The parts are explained in docs/components.md; n_eff: what n is worth, as latencies come in bursts.",
+            "dim",
+        )
+    blame = _blame(diagnosis)
+    if blame:
+        yield Text()
+        yield _heading("Who made whom wait, in request-seconds")
+        yield blame
     for number, finding in enumerate(diagnosis.findings, 1):
         yield Text()
         yield _finding(number, finding)
@@ -70,14 +82,13 @@ def _heading(text: str) -> Text:
 
 def _scope(diagnosis: Diagnosis) -> str:
     trace = diagnosis.trace
-    rows = ", ".join(
-        f"{count:,} {name}" for name, count in trace["rows"].items() if name not in ("sources", "series")
-    )
     window = ""
     if trace["first_ns"] is not None:
         first, last = _time(trace["first_ns"]), _time(trace["last_ns"])
         window = f"{first:%Y-%m-%d %H:%M:%S} to {last:%H:%M:%S} UTC, "
-    return f"{printable(trace['path'])}: {window}{rows or 'no rows'}"
+    rows = sum(count for name, count in trace["rows"].items() if name != "sources")
+    counts = f"{trace['requests']:,} requests, {trace['steps']:,} engine steps"
+    return f"{printable(trace['path'])}: {window}{counts} (from {rows:,} rows of {len(trace['rows'])} tables)"
 
 
 def _time(ns: int) -> datetime:
@@ -96,7 +107,7 @@ def _classes(rows: list[ClassRow]) -> Table:
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     table.add_column("p99", justify="right")
     table.add_column("tail above typical, and where it went", overflow="fold")
-    for row in rows:
+    for row in _shown(rows):
         table.add_row(
             printable(row.klass, 24),
             row.metric,
@@ -110,12 +121,45 @@ def _classes(rows: list[ClassRow]) -> Table:
     return table
 
 
+def _blame(diagnosis: Diagnosis) -> Table | None:
+    """Victim class x culprit class; nothing where only one class could be blamed."""
+    entries = {(e["victim"], e["culprit"]): e["request_seconds"] for e in diagnosis.trace.get("blame", ())}
+    victims, culprits = (list(dict.fromkeys(key[i] for key in entries)) for i in (0, 1))
+    if len(culprits) < 2:
+        return None
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("waited", no_wrap=True)
+    for culprit in culprits:
+        table.add_column(f"for {printable(culprit, 24)}", justify="right", no_wrap=True)
+    for victim in victims:
+        seconds = [entries.get((victim, culprit)) for culprit in culprits]
+        table.add_row(
+            printable(victim, 24),
+            *("-" if s is None else f"{s:,.0f}" if s >= 100 else f"{s:.3g}" for s in seconds),
+        )
+    return table
+
+
+def _shown(rows: list[ClassRow]) -> Iterator[ClassRow]:
+    """The rows, one for a class of which nothing but its size can be said."""
+    by_class: dict[str, list[ClassRow]] = {}
+    for row in rows:
+        by_class.setdefault(row.klass, []).append(row)
+    for same in by_class.values():
+        if all(row.p50_s is None and row.basis == "requests" for row in same):
+            yield replace(same[0], metric="-")
+        else:
+            yield from same
+
+
 def _p99(row: ClassRow) -> str:
     if row.range99_s:
         low, high = row.range99_s
         return f"> {_seconds(low)}" if high is None else f"{_seconds(low)}-{_seconds(high)}"
     if row.p99_s is None:
-        return "few samples" if row.reason == "too-few-samples" else "-"
+        if row.reason != "too-few-samples" or row.n_eff is None:
+            return "-"
+        return f"withheld (n_eff {row.n_eff:.0f})"
     broken = " SLO!" if row.slo_broken else ""
     return (
         f"{_seconds(row.p99_s)} [{_seconds(row.ci99_s[0])}, {_seconds(row.ci99_s[1])}]{broken}"
@@ -127,13 +171,17 @@ def _p99(row: ClassRow) -> str:
 def _excess(row: ClassRow) -> str:
     if row.excess_s is None:
         return "" if row.basis == "histogram" else "too few requests"
-    parts = sorted(row.excess.items(), key=lambda item: -item[1])
-    shown = [f"{name} {_seconds(s)}" for name, s in parts if s >= SMALLEST_PART * abs(row.excess_s)][:4]
-    return (
-        f"{row.tail_rule}: +{_seconds(row.excess_s)} = {' + '.join(shown)}"
-        if shown
-        else f"+{_seconds(row.excess_s)}"
-    )
+    parts = sorted(row.excess.items(), key=lambda item: -abs(item[1]))
+    shown = [(name, s) for name, s in parts if abs(s) >= SMALLEST_PART * abs(row.excess_s)][:MOST_PARTS]
+    rest = row.excess_s - sum(s for _, s in shown)
+    if abs(rest) >= SMALLEST_PART * abs(row.excess_s):
+        shown.append(("rest", rest))
+    total = f"{row.tail_rule}: {_signed(row.excess_s)}"
+    return f"{total} = {' '.join(f'{_signed(s)} {name}' for name, s in shown)}" if shown else total
+
+
+def _signed(seconds: float) -> str:
+    return f"{'-' if seconds < 0 else '+'}{_seconds(abs(seconds))}"
 
 
 def _finding(number: int, finding: Finding) -> Group:
@@ -147,8 +195,8 @@ def _finding(number: int, finding: Finding) -> Group:
     body = Table.grid(padding=(0, 1))
     body.add_column(style="dim", no_wrap=True, justify="right", min_width=12)
     body.add_column(overflow="fold")
-    body.add_row("slow", _party(finding.culprit))
-    body.add_row("waits", "; ".join(_party(victim) for victim in finding.victims))
+    body.add_row("cause", _party(finding.culprit))
+    body.add_row("waiting", "; ".join(_party(victim) for victim in finding.victims))
     if finding.window_ns:
         first, last = (_time(ns) for ns in finding.window_ns)
         body.add_row("when", f"{first:%H:%M:%S} to {last:%H:%M:%S} UTC")

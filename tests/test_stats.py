@@ -1,0 +1,331 @@
+"""Statistics against simulations with known answers; every simulation is seeded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy.signal import lfilter
+
+from tailscope import stats
+from tailscope.ledger.coupling import _load_strata
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+S = 1_000_000_000
+INF = float("inf")
+
+
+# -- intervals and effective samples ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("q", "n"), [(0.5, 50), (0.95, 500), (0.99, 1000), (0.99, 3000)])
+def test_the_interval_of_a_quantile_covers_it(q: float, n: int) -> None:
+    """95 % of the samples of a distribution with a heavy tail; the ranks are whole, so a little more."""
+    make = np.random.default_rng(1)
+    hits, runs = 0, 1500
+    truth = 1 / (1 - q) ** (1 / 1.5)
+    for _ in range(runs):
+        interval = stats.quantile_interval((1 - make.random(n)) ** (-1 / 1.5), q, n)
+        assert interval is not None
+        hits += interval[0] <= truth <= interval[1]
+    assert 0.935 <= hits / runs <= 0.985
+
+
+def test_fewer_effective_samples_widen_the_interval() -> None:
+    values = np.arange(10_000.0)
+    widths = []
+    for n_eff in (10_000, 3_000, 1_000):
+        interval = stats.quantile_interval(values, 0.99, n_eff)
+        assert interval is not None and interval[0] < 9_900 < interval[1]
+        widths.append(interval[1] - interval[0])
+    assert widths == sorted(widths)
+
+
+@pytest.mark.parametrize("n_eff", [0, 0.4, 1, 5, 100, 300])
+def test_an_interval_beyond_the_sample_is_none(n_eff: float) -> None:
+    assert stats.quantile_interval(np.arange(500.0), 0.99, n_eff) is None
+
+
+def test_an_interval_of_equal_values_is_a_point() -> None:
+    assert stats.quantile_interval(np.full(2000, 3.0), 0.99, 2000) == (3.0, 3.0)
+
+
+def autoregressive(phi: float, n: int, seed: int) -> Floats:
+    return np.asarray(lfilter([1], [1, -phi], np.random.default_rng(seed).normal(size=n)))
+
+
+@pytest.mark.parametrize("phi", [0.0, 0.5, 0.9])
+def test_effective_samples_of_an_autoregression(phi: float) -> None:
+    """n (1 - phi) / (1 + phi), within 35 % nine times of ten."""
+    n = 5000
+    expected = n * (1 - phi) / (1 + phi)
+    ratios = [
+        stats.effective_samples(autoregressive(phi, n, seed), np.arange(n)) / expected for seed in range(20)
+    ]
+    assert np.median(ratios) == pytest.approx(1, abs=0.1)
+    assert np.mean(np.abs(np.array(ratios) - 1) <= 0.35) >= 0.9
+    assert max(ratios) <= 1 + 0.35 and (phi or max(ratios) <= 1)
+
+
+def test_effective_samples_go_by_time_not_by_order() -> None:
+    values = autoregressive(0.9, 5000, 1)
+    shuffled = np.random.default_rng(0).permutation(5000)
+    in_time = stats.effective_samples(values, np.arange(5000))
+    assert stats.effective_samples(values[shuffled], shuffled) == pytest.approx(in_time)
+    assert stats.effective_samples(values[shuffled], np.arange(5000)) > 5 * in_time
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 1e300])
+def test_constants_are_all_independent(value: float) -> None:
+    assert stats.effective_samples(np.full(1000, value), np.arange(1000)) == 1000
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.floats(-1e6, 1e6), max_size=50))
+def test_effective_samples_are_between_one_and_all(values: list[float]) -> None:
+    n = len(values)
+    result = stats.effective_samples(np.array(values), np.zeros(n, np.int64))
+    assert min(n, 1) <= result <= n
+    assert n >= 4 or result == n
+
+
+def test_what_a_quantile_needs() -> None:
+    """Ten effective samples beyond it."""
+    assert not stats.allows_quantile(0.99, 999.9) and stats.allows_quantile(0.99, 1000.1)
+    assert not stats.allows_quantile(0.95, 199.9) and stats.allows_quantile(0.95, 200.1)
+    assert stats.allows_quantile(0.5, 20)
+
+
+# -- histograms -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("counts", "q", "bucket"),
+    [
+        ([10, 20, 100, 100], 0.05, (0.0, 1.0)),
+        ([10, 20, 100, 100], 0.15, (1.0, 5.0)),
+        ([10, 20, 100, 100], 0.99, (5.0, 30.0)),
+        ([10, 20, 30, 100], 0.99, (30.0, None)),
+        ([0, 0, 0, 7], 0.5, (30.0, None)),
+        ([0, 0, 7, 7], 0.0, (5.0, 30.0)),
+        ([0, 99, 99, 100], 0.99, (1.0, 5.0)),
+        ([0, 0, 0, 0], 0.99, None),
+        ([], 0.99, None),
+        # Cumulative counts that fall were scraped while they changed, or are no histogram.
+        ([50, 20, 100, 90], 0.5, (0.0, 1.0)),
+        ([5, 5, 5, -1], 0.5, None),
+        ([1, 2, 3, float("nan")], 0.5, None),
+    ],
+)
+def test_a_histogram_gives_the_bucket_of_a_quantile(
+    counts: list[float], q: float, bucket: tuple[float, float | None] | None
+) -> None:
+    assert stats.histogram_quantile([1.0, 5.0, 30.0, INF][: len(counts)], counts, q) == bucket
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=60), st.floats(0.01, 0.99))
+def test_the_bucket_holds_the_quantile(values: list[float], q: float) -> None:
+    bounds = [0.1, 1.0, 10.0, INF]
+    counts = [float(sum(v <= bound for v in values)) for bound in bounds]
+    bucket = stats.histogram_quantile(bounds, counts, q)
+    truth = float(np.quantile(values, q, method="inverted_cdf"))
+    assert bucket is not None and bucket[0] < truth <= (bucket[1] or INF)
+
+
+# -- exposure -------------------------------------------------------------------------------------
+
+
+def pools(seed: int, *, coupled: bool, phi: float = 0.98) -> tuple[Ints, Floats, Ints, Ints]:
+    """Twenty minutes of short requests and of long prefills whose arrivals follow one load, an AR(1) by the second.
+
+    Arrivals and latencies of the short ones, starts and ends of the prefills: on two servers, or on one.
+    """
+    make = np.random.default_rng(seed)
+    seconds = 1200
+    load = np.exp(0.6 * lfilter([np.sqrt(1 - phi**2)], [1, -phi], make.normal(size=seconds)))
+
+    def arrivals(rate: float) -> Floats:
+        at = np.repeat(np.arange(seconds), make.poisson(rate * load))
+        return np.sort(at + make.random(len(at)))
+
+    short, long = arrivals(1.0), arrivals(0.05)
+    work = np.concatenate([make.gamma(4, 0.05, len(short)), make.uniform(0.8, 2.0, len(long))])
+    order = np.argsort(np.concatenate([short, long]), kind="stable")
+    arrived, free = np.concatenate([short, long]), [0.0, 0.0]
+    end = np.empty(len(arrived))
+    for i in order:
+        server = 0 if coupled or i < len(short) else 1
+        free[server] = end[i] = max(arrived[i], free[server]) + work[i]
+    n = len(short)
+    start = end - work
+    return ns(short), end[:n] - short, ns(start[n:]), ns(end[n:])
+
+
+def ns(seconds: Floats) -> Ints:
+    return np.asarray(1_795_000_000 * S + seconds * S, dtype=np.int64)
+
+
+def judged(
+    times: Ints, latency: Floats, starts: Ints, ends: Ints, rounds: int = 199
+) -> stats.ExposureEffect | None:
+    """As the ledger calls it."""
+    window = max(int(np.quantile(latency, 0.25) * S), 50_000_000)
+    return stats.exposure_test(
+        times, latency, starts, ends, window_ns=window, strata=_load_strata(times), rounds=rounds
+    )
+
+
+def test_pools_that_only_share_a_load_are_rarely_called_coupled() -> None:
+    effects = [judged(*pools(seed, coupled=False), rounds=99) for seed in range(120)]
+    p_values = np.array([effect.p_value for effect in effects if effect])
+    assert len(p_values) == 120
+    assert np.mean(p_values <= 0.05) <= 0.12
+    assert np.mean(p_values <= 0.01) <= 0.04
+
+
+def test_a_shared_server_is_always_found() -> None:
+    effects = [judged(*pools(seed, coupled=True)) for seed in range(1000, 1020)]
+    assert all(effect and effect.p_value <= 0.05 for effect in effects)
+    assert 0.5 < np.median([effect.difference for effect in effects if effect]) < 2
+
+
+Steady = tuple[Ints, Floats, Ints, Ints]
+
+
+def steady(n: int = 400, exposed_n: int = 20, effect: float = 1.0) -> Steady:
+    """A request a second or so; some arrive just before a prefill of 10 ms and are slower by `effect`."""
+    make = np.random.default_rng(0)
+    times = np.sort(make.integers(0, n * S, n))
+    exposed = np.zeros(n, bool)
+    exposed[make.choice(np.arange(10, n - 10), exposed_n, replace=False)] = True
+    latency = 0.2 + make.normal(0, 0.01, n) + effect * exposed
+    starts = times[exposed] + 1
+    return times, latency, starts, starts + S // 100
+
+
+def exposure(world: Steady, **how: int) -> stats.ExposureEffect | None:
+    times, latency, starts, ends = world
+    return stats.exposure_test(
+        times,
+        latency,
+        starts,
+        ends,
+        window_ns=how.pop("window_ns", 10),
+        strata=np.zeros(len(times), np.int64),
+        **how,
+    )
+
+
+def test_the_difference_is_the_effect() -> None:
+    effect = exposure(steady())
+    assert effect is not None and (effect.exposed, effect.unexposed) == (20, 380)
+    assert effect.difference == pytest.approx(1, abs=0.02) and effect.p_value < 0.01
+    none = exposure(steady(effect=0.0))
+    assert none is not None and none.p_value > 0.05
+    faster = exposure(steady(effect=-0.1))
+    assert faster is not None and faster.p_value > 0.9, "one-sided"
+
+
+def test_the_order_of_rows_and_what_is_said_twice_do_not_matter() -> None:
+    times, latency, starts, ends = steady()
+    make = np.random.default_rng(0)
+    rows, prefills = make.permutation(len(times)), make.permutation(len(starts))
+    expected = exposure((times, latency, starts, ends))
+    assert exposure((times[rows], latency[rows], starts[prefills], ends[prefills])) == expected
+    assert exposure((times, latency, np.tile(starts, 3), np.tile(ends, 3))) == expected
+
+
+def test_too_few_on_either_side_is_no_test() -> None:
+    times, latency, starts, ends = steady()
+    nobody = np.empty(0, np.int64)
+    assert exposure((times, latency, starts[:4], ends[:4])) is None
+    assert exposure((times, latency, starts[:5], ends[:5])) is not None
+    assert exposure((times, latency, nobody, nobody)) is None
+    assert exposure((nobody, np.empty(0), starts, ends)) is None
+    assert exposure((times[:1], latency[:1], starts, ends)) is None
+    assert exposure((times, latency, times[:1] - S, times[-1:] + S)) is None, "a prefill longer than all"
+    assert exposure((times[4:], latency[4:], times[:1], times[-2:-1])) is None, "all but one"
+
+
+def test_equal_times_and_equal_latencies() -> None:
+    times, latency, starts, ends = steady()
+    equal = exposure((times, np.full(len(times), 0.2), starts, ends))
+    assert equal is not None and equal.difference == pytest.approx(0, abs=1e-12) and equal.p_value == 1
+    assert exposure((np.zeros_like(times), latency, starts, ends), window_ns=0) is None
+
+
+def test_prefills_outside_the_requests_time_expose_nobody() -> None:
+    """Only one that reaches into it; none is moved into it before the first shift."""
+    times, latency, starts, ends = steady()
+    expected = exposure((times, latency, starts, ends))
+    assert expected is not None
+    length = int(times[-1])
+    before = (starts - length - S, ends - length - S)
+    after = (starts + length + S, ends + length + S)
+    outside = (np.concatenate([before[0], starts, after[0]]), np.concatenate([before[1], ends, after[1]]))
+    assert exposure((times, latency, *outside)) == expected
+    reaching = exposure(
+        (times, latency, np.append(starts, times[0] - 90 * S), np.append(ends, times[0] + 3 * S + 1))
+    )
+    early = int((times <= times[0] + 3 * S + 1).sum())
+    assert reaching is not None and reaching.exposed == expected.exposed + early
+
+
+def test_strata_take_out_what_load_explains() -> None:
+    """Half of the time is busy: slower, and with more prefills, but not because of them."""
+    make = np.random.default_rng(0)
+    times = np.arange(2000, dtype=np.int64) * S
+    busy = np.repeat(make.integers(0, 2, 400), 5)
+    latency = 0.2 + 0.5 * busy + make.normal(0, 0.05, 2000)
+    exposed = make.random(2000) < np.where(busy, 0.3, 0.05)
+    starts = times[exposed] + S // 100
+    naive, fair = (
+        stats.exposure_test(times, latency, starts, starts + S // 10, window_ns=S // 10, strata=strata)
+        for strata in (np.zeros(2000, np.int64), busy)
+    )
+    assert naive is not None and naive.difference > 0.15
+    assert fair is not None and abs(fair.difference) < 0.02 and fair.p_value > 0.05
+
+
+def test_strata_are_of_any_number() -> None:
+    times, latency, starts, ends = steady()
+    strata = np.where(np.arange(len(times)) % 2, -7, 10**12)
+    effect = stats.exposure_test(times, latency, starts, ends, window_ns=10, strata=strata)
+    assert effect is not None and effect.difference == pytest.approx(1, abs=0.02)
+
+
+# -- scale ----------------------------------------------------------------------------------------
+
+
+def seconds(run: Callable[[], object]) -> float:
+    took = []
+    for _ in range(3):
+        began = time.process_time()
+        run()
+        took.append(time.process_time() - began)
+    return min(took)
+
+
+@pytest.mark.parametrize("one_time", [False, True])
+def test_four_times_the_samples_take_nothing_like_sixteen_times_the_time(one_time: bool) -> None:
+    def run(n: int) -> Callable[[], object]:
+        make = np.random.default_rng(0)
+        times = np.sort(make.integers(0, 1 if one_time else n * S, n))
+        latency, starts = make.random(n), make.integers(0, n * S, n // 10)
+
+        def both() -> None:
+            stats.effective_samples(latency, times)
+            stats.exposure_test(
+                times, latency, starts, starts + S, window_ns=S // 10, strata=np.arange(n) % 8, rounds=20
+            )
+
+        return both
+
+    assert seconds(run(80_000)) < 9 * seconds(run(20_000))
