@@ -65,7 +65,9 @@ def ingest(
     `outcome.stored` is only complete on return. Raises UsageError for a path that does not exist,
     TailscopeError when the trace cannot be written.
     """
-    files = {file.path.resolve(): file for path in paths for file in _find(path, output)}
+    files: dict[str, _File] = {}
+    for file in [file for path in paths for file in _find(path, output)]:
+        files.setdefault(os.path.realpath(file.path), file)
     outcomes: list[Outcome] = []
     with TraceWriter(output) as writer:
         task = _Ingest(writer, config, options, instance)

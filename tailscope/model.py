@@ -175,6 +175,20 @@ def severity_of(share: float | None, slo_broken: bool = False) -> Severity:
 
 
 @dataclass(frozen=True)
+class Objective:
+    """An SLO held against the samples: how many of `n` lie above the limit, None where only buckets are known.
+
+    `undecided` where too few effective samples lie about the quantile to tell.
+    """
+
+    quantile: str
+    limit_s: float
+    above: int | None
+    n: int
+    status: Literal["kept", "broken", "undecided"]
+
+
+@dataclass(frozen=True)
 class ClassRow:
     """Latency of one class by one metric, and where its tail's excess went.
 
@@ -198,7 +212,11 @@ class ClassRow:
     tail_n: int = 0
     excess_s: float | None = None
     excess: Mapping[str, float] = field(default_factory=dict)
-    slo_broken: bool = False
+    objectives: tuple[Objective, ...] = ()
+
+    @property
+    def slo_broken(self) -> bool:
+        return any(objective.status == "broken" for objective in self.objectives)
 
 
 @dataclass(frozen=True)

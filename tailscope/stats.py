@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import bdtrik
+from scipy.special import bdtrc, bdtrik
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -63,6 +63,16 @@ def quantile_interval(values: Floats, q: float, n_eff: float) -> tuple[float, fl
 def allows_quantile(q: float, n_eff: float) -> bool:
     """Whether enough effective samples lie beyond quantile q for it to be stated."""
     return n_eff * (1 - q) >= MIN_TAIL_SAMPLES
+
+
+def exceeds(above: NDArray[np.bool_], times_ns: Ints, q: float) -> bool | None:
+    """Whether quantile q lies above a limit that `above` says which values exceed: a one-sided binomial test at 5 % on
+    the effective samples. False where it lies below and enough samples say so, None where they do not decide."""
+    n_eff = max(1, round(effective_samples(above.astype(np.float64), times_ns)))
+    share = float(above.mean())
+    if share > 1 - q and float(bdtrc(round(share * n_eff) - 1, n_eff, 1 - q)) < 1 - CONFIDENCE:
+        return True
+    return False if share <= 1 - q and allows_quantile(q, n_eff) else None
 
 
 def histogram_quantile(

@@ -101,7 +101,8 @@ class Trace:
             columns = ", ".join(f'NULL::{sql} AS "{name}"' for name, sql in types_of(table).items())
             return f"SELECT {columns} WHERE false"
         # Folders above the trace may be named key=value too, and say nothing of its rows.
-        partitioned = any("=" in name for f in files for name in Path(f).parts[len(Path(self.path).parts) :])
+        above = len(Path(self.path).parts)
+        partitioned = all(any("=" in name for name in Path(f).parts[above:-1]) for f in files)
         found = scan(self.connection, table, files, partitioned)
         for column in found.mistyped:
             warning = f"table {table.name}, column {column}: values of another type are left empty"

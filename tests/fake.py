@@ -60,7 +60,9 @@ def write(path: Path, *rows: Row) -> Path:
     return path
 
 
-def add(trace: Path, *paths: Path, config: Config | None = None, instance: str | None = None) -> list[Outcome]:
+def add(
+    trace: Path, *paths: Path, config: Config | None = None, instance: str | None = None
+) -> list[Outcome]:
     return ingest(list(paths), trace, config=config or Config(), options=Options(), instance=instance)
 
 

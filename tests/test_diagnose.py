@@ -16,6 +16,7 @@ from real import CAPTURES, CORPUS, EXAMPLE, needs_captures, needs_corpus
 from tailscope.align import Scope
 from tailscope.config import Config, parse, parse_slo
 from tailscope.engine import diagnose
+from tailscope.errors import UsageError
 from tailscope.ingest import ingest
 from tailscope.model import ClassRow, Diagnosis, Finding
 from tailscope.render.as_json import as_dict, schema
@@ -204,8 +205,17 @@ def test_slo_and_classes_of_the_configuration(example: Path) -> None:
     diagnosis = judged(example, config=config)
     assert {r.klass for r in diagnosis.classes} == {"chat", "documents"}
     assert row(diagnosis, "chat", "TTFT").slo_broken
+    (objective,) = row(diagnosis, "chat", "TTFT").objectives
+    assert objective.status == "broken"
+    assert objective.above is not None
+    assert objective.above > 100
+    # 84 of them lie above 2 s: no p99 can be stated, but this one is not kept.
+    strict = replace(config, slos=(parse_slo("chat:ttft_p99_s=2"),))
+    assert row(judged(example, config=strict), "chat", "TTFT").slo_broken
     kept = replace(config, slos=(parse_slo("chat:ttft_p50_s=100"),))
     assert not row(judged(example, config=kept), "chat", "TTFT").slo_broken
+    with pytest.raises(UsageError, match="no such class; there are chat, documents and all"):
+        judged(example, config=replace(config, slos=(parse_slo("nope:ttft_p50_s=100"),)))
 
 
 def test_an_instance_or_class_can_be_picked(example: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -23,6 +25,7 @@ from worlds import (
     Row,
     S,
     Served,
+    aligned,
     billed,
     chunks,
     clients,
@@ -34,8 +37,12 @@ from worlds import (
 
 from tailscope.config import Config
 from tailscope.engine import diagnose
+from tailscope.ledger.bills import write_bills
+from tailscope.ledger.contrast import write_contrast
 from tailscope.ledger.cost import MIN_FIT_STEPS, fit
+from tailscope.ledger.coupling import write_coupling
 from tailscope.ledger.engine_time import Place, Steps
+from tailscope.schema import REQUESTS
 from tailscope.store import Trace
 
 Tables = dict[str, list[Row]]
@@ -324,11 +331,16 @@ def test_two_classes_in_one_step_divide_by_tokens(world: World) -> None:
 
 
 def test_cached_tokens_are_nobodys_prefill(world: World) -> None:
-    _, bill = world([Request("victim", T, 50, 60), Request("long", T + 300 * MS, 9000, 3, cached=8000)])
-    lines = bill.of("victim")
-    assert seconds(lines["decode", "others_prefill_in_decode", "<32k"]) == pytest.approx(
-        1000 * COST.prefill, rel=0.02
+    _, bill = world(
+        [
+            Request("victim", T, 50, 60),
+            Request("cached", T + 300 * MS, 9000, 3, cached=8700),
+            Request("fresh", T + 300 * MS, 600, 3),
+        ]
     )
+    lines, component = bill.of("victim"), "others_prefill_in_decode"
+    assert seconds(lines["decode", component, "<32k"]) == pytest.approx(300 * COST.prefill, rel=0.02)
+    assert seconds(lines["decode", component, "<2k"]) == pytest.approx(600 * COST.prefill, rel=0.02)
 
 
 PREEMPTED = [
@@ -338,7 +350,7 @@ PREEMPTED = [
 
 
 def test_a_preemption_is_placed_by_the_clients_tokens(world: World) -> None:
-    served, bill = world([*PREEMPTED, Request("long", T + 1100 * MS, 1500, 2)], told=True)
+    served, bill = world([*PREEMPTED, Request("long", T + 350 * MS, 1500, 2)], told=True)
     tokens_ns = np.array(next(r for r in served.requests if r.id == "victim").tokens_ns)
     gap_s = seconds(int(np.diff(tokens_ns).max()))
     stall_s = served.preempted["victim"]
@@ -559,3 +571,44 @@ def test_two_look_ups_give_the_busy_time_between(gaps: list[tuple[int, int]], as
 
     expected = sum(1 for ns in range(low, high) if any(s <= ns < e for s, e in zip(start, end, strict=True)))
     assert at(high) - at(low) == pytest.approx(expected)
+
+
+# -- scale ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every_ns", [0, MS], ids=["one time", "one after another"])
+def test_four_times_the_requests_take_nothing_like_sixteen_times_the_time(
+    tmp_path: Path, every_ns: int
+) -> None:
+    def cpu_seconds(n: int) -> float:
+        arrival = START_NS + np.arange(n) * every_ns
+        requests = REQUESTS.batch(
+            {
+                "instance": "a",
+                "engine": 0,
+                "observer": "engine",
+                "status": "ok",
+                "request_key": [f"{i}" for i in range(n)],
+                "request_id": "same",
+                "arrival_ns": pa.array(arrival),
+                "ttft_ns": pa.array(np.arange(n) % 97 * MS + 50 * MS),
+                "e2e_ns": S,
+                "queue_ns": MS,
+                "prefill_ns": 10 * MS,
+                "prompt_tokens": pa.array(np.where(np.arange(n) % 50 == 0, 5000, 100)),
+                "output_tokens": 10,
+                "preemptions": pa.array((np.arange(n) % 7 == 0).astype(np.int64)),
+            }
+        )
+        steps = [
+            step(i * 20 * MS, prefill_tokens=i % 3 * 100, prefill_requests=i % 3, kv_usage=0.95)
+            for i in range(300)
+        ]
+        with aligned(tmp_path / str(n), {"requests": requests, "iterations": steps}) as trace:
+            began = time.process_time()
+            ledger = write_bills(trace, {})
+            write_contrast(trace, ledger, (), None)
+            write_coupling(trace)
+            return time.process_time() - began
+
+    assert cpu_seconds(24_000) < 9 * min(cpu_seconds(6_000), cpu_seconds(6_001))

@@ -61,7 +61,7 @@ def test_parts_are_sorted_compressed_and_bounded(tmp_path: Path, monkeypatch: py
     found = [pq.ParquetFile(p) for p in sorted(tmp_path.glob("requests/*.parquet"))]
     assert [f.metadata.num_rows for f in found] == [1000, 1000, 500]
     for file in found:
-        times = file.read()["arrival_ns"].to_pylist()
+        times: list[Any] = file.read()["arrival_ns"].to_pylist()
         assert times == sorted(times)
         group = file.metadata.row_group(0)
         assert group.num_rows <= 400
@@ -79,7 +79,9 @@ def test_small_sources_share_parts_and_rows_know_their_source(tmp_path: Path) ->
         counts = writer.commit()
     assert len(list(tmp_path.glob("*/*.parquet"))) == 2
     assert counts[identity(7)] == Stored({"iterations": 2})
-    sql = "SELECT count(*) FROM iterations i JOIN sources s USING (source) WHERE i.end_ns % 1000 = s.path::INT"
+    sql = (
+        "SELECT count(*) FROM iterations i JOIN sources s USING (source) WHERE i.end_ns % 1000 = s.path::INT"
+    )
     assert stored(tmp_path, sql) == [600]
     assert stored(tmp_path, "SELECT DISTINCT rows FROM sources") == [2]
 
@@ -124,7 +126,10 @@ def test_a_row_of_another_source_is_stored_once(tmp_path: Path) -> None:
         (TOKENS, {"request_key": ["a", "a"], "seq": [0, 1], "time_ns": [5, None]}),
         (SCHEDULE, {"iteration_first": [1], "request_key": ["a"]}),
         (SERIES, {"series": ["s"], "name": ["n"], "labels": [[("x", "y"), ("z", None)]]}),
-        (METRICS, {"series": ["s"], "time_ns": [1], "value": [float("nan")], "le": [[1.0]], "counts": [[2.0]]}),
+        (
+            METRICS,
+            {"series": ["s"], "time_ns": [1], "value": [float("nan")], "le": [[1.0]], "counts": [[2.0]]},
+        ),
     ]
     assert store(tmp_path, 1, *rows).duplicate == 0
     moved = [(rows[0][0], rows[0][1] | {"file_row": [7, 8]}), *rows[1:]]
@@ -134,7 +139,11 @@ def test_a_row_of_another_source_is_stored_once(tmp_path: Path) -> None:
     grown = [(TOKENS, {"request_key": ["a"] * 3, "seq": [0, 1, 2], "time_ns": [5, None, 6]})]
     assert store(tmp_path, 3, *grown) == Stored({"tokens": 1}, duplicate=2)
     assert stored(tmp_path, "SELECT seq FROM tokens ORDER BY ALL") == [0, 1, 2]
-    assert stored(tmp_path, "SELECT rows, rows_duplicate FROM sources ORDER BY source") == [(7, 0), (0, 7), (1, 2)]
+    assert stored(tmp_path, "SELECT rows, rows_duplicate FROM sources ORDER BY source") == [
+        (7, 0),
+        (0, 7),
+        (1, 2),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +178,11 @@ def test_ops_on_a_rank_have_no_identity(tmp_path: Path) -> None:
 
 def test_one_key_with_other_content_is_kept_and_counted(tmp_path: Path) -> None:
     store(tmp_path, 1, (REQUESTS, {"request_key": ["a", "b"], "arrival_ns": [5, 6], "status": "ok"}))
-    new = {"request_key": ["a", "b", "c", None], "arrival_ns": [5, 6, 6, 6], "status": ["error", "ok", "ok", "ok"]}
+    new = {
+        "request_key": ["a", "b", "c", None],
+        "arrival_ns": [5, 6, 6, 6],
+        "status": ["error", "ok", "ok", "ok"],
+    }
     assert store(tmp_path, 2, (REQUESTS, new)) == Stored({"requests": 3}, duplicate=1, conflicting=1)
     assert stored(tmp_path, "SELECT count(*) FROM requests WHERE request_key = 'a'") == [2]
     assert stored(tmp_path, "SELECT rows_conflicting FROM sources ORDER BY source") == [0, 1]
@@ -219,14 +232,16 @@ def test_stored_rows_of_another_time_are_not_read(tmp_path: Path) -> None:
     store(tmp_path, 1, (ITERATIONS, {"end_ns": times}))
     (part,) = tmp_path.glob("iterations/*.parquet")
     spoil(part)
-    assert store(tmp_path, 2, (ITERATIONS, {"end_ns": [t + 50_000 for t in times]})).rows == {"iterations": 10_000}
+    assert store(tmp_path, 2, (ITERATIONS, {"end_ns": [t + 50_000 for t in times]})).rows == {
+        "iterations": 10_000
+    }
     before = files_in(tmp_path)
     with pytest.raises(BadInput, match=r", table iterations: cannot be read: .*Remove the damaged part"):
         store(tmp_path, 3, (ITERATIONS, {"end_ns": [500]}))
     assert files_in(tmp_path) == before
 
 
-@pytest.mark.parametrize("name", ["a[1]b", "a*?b", "it's \"q\"", "engine=7", "new\nline", "ünï"])
+@pytest.mark.parametrize("name", ["a[1]b", "a*?b", 'it\'s "q"', "engine=7", "new\nline", "ünï"])
 def test_a_folder_of_any_name(tmp_path: Path, name: str) -> None:
     for near in ("a1b", "axxb"):  # what the first two would match as patterns
         store(tmp_path / near / "t", 1, (ITERATIONS, {"end_ns": [2], "engine": [0]}))
@@ -253,7 +268,10 @@ def test_a_full_disk_during_a_source_costs_no_finished_one(
     with TraceWriter(tmp_path) as writer:
         put(writer, 1, ITERATIONS, {"end_ns": [1]})
         writer.begin(identity(2))
-        with monkeypatch.context() as full, pytest.raises(TailscopeError, match="no space left on the device"):
+        with (
+            monkeypatch.context() as full,
+            pytest.raises(TailscopeError, match="no space left on the device"),
+        ):
             full.setattr(os, "fsync", fail(errno.ENOSPC))
             writer.write(ITERATIONS, ITERATIONS.batch({"end_ns": [2, 3, 4]}))
         writer.abandon()
@@ -275,8 +293,13 @@ def test_a_commit_that_fails_leaves_the_trace_as_it_was(
 
     with TraceWriter(tmp_path) as writer:
         put(writer, 2, ITERATIONS, {"end_ns": [2]})
-        with monkeypatch.context() as full, pytest.raises(TailscopeError, match="What was stored before is intact"):
-            full.setattr(*((pq, "write_table", fail(errno.ENOSPC)) if stage == "write" else (Path, "rename", half)))
+        with (
+            monkeypatch.context() as full,
+            pytest.raises(TailscopeError, match="What was stored before is intact"),
+        ):
+            full.setattr(
+                *((pq, "write_table", fail(errno.ENOSPC)) if stage == "write" else (Path, "rename", half))
+            )
             writer.commit()
         assert files_in(tmp_path) == before
         assert writer.commit() == {}
@@ -385,7 +408,10 @@ def test_a_source_that_another_writer_stored_meanwhile_is_left_out(tmp_path: Pat
         counts = slow.commit()
     assert counts == {identity(n): Stored({"iterations": 1, "rank_events": 1}) for n in (2, 3)}
     assert before.items() <= files_in(tmp_path).items()
-    for sql in ("SELECT end_ns FROM iterations ORDER BY ALL", "SELECT start_ns FROM rank_events ORDER BY ALL"):
+    for sql in (
+        "SELECT end_ns FROM iterations ORDER BY ALL",
+        "SELECT start_ns FROM rank_events ORDER BY ALL",
+    ):
         assert stored(tmp_path, sql) == [1, 2, 3]
     assert stored(tmp_path, "SELECT count(*) FROM sources") == [3]
 

@@ -57,7 +57,9 @@ def test_a_foreign_file_is_known_by_folder_name_or_columns(tmp_path: Path) -> No
     columns = {"request_id": ["a"], "prompt_tokens": [5], "ttft_ns": [7], "colour": ["red"]}
     for path in ("requests/x.parquet", "requests.parquet", "any.parquet"):
         file = foreign(tmp_path / path, **columns)
-        assert stored(file, "SELECT request_id, prompt_tokens, ttft_ns, colour FROM requests") == [("a", 5, 7, "red")]
+        assert stored(file, "SELECT request_id, prompt_tokens, ttft_ns, colour FROM requests") == [
+            ("a", 5, 7, "red")
+        ]
 
 
 def test_a_file_that_is_no_table_of_ours(tmp_path: Path) -> None:
@@ -74,7 +76,9 @@ def test_a_file_that_is_no_table_of_ours(tmp_path: Path) -> None:
 def test_a_file_that_is_no_parquet(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.parquet"
     path.write_bytes(content)
-    with pytest.raises(BadInput, match=r"x\.parquet: is not a Parquet file\. Make a trace with: tailscope ingest"):
+    with pytest.raises(
+        BadInput, match=r"x\.parquet: is not a Parquet file\. Make a trace with: tailscope ingest"
+    ):
         Trace(path)
 
 
@@ -145,7 +149,9 @@ def test_a_missing_column_is_null_and_an_unknown_one_is_kept(tmp_path: Path) -> 
         ("request_id", pa.array(["a", None], pa.large_string()), ["a", None]),
     ],
 )
-def test_a_column_of_another_type_is_converted(tmp_path: Path, column: str, value: Any, read: list[Any]) -> None:
+def test_a_column_of_another_type_is_converted(
+    tmp_path: Path, column: str, value: Any, read: list[Any]
+) -> None:
     path = foreign(tmp_path / "requests.parquet", **{column: value})
     with Trace(path) as trace:
         assert [row[column] for row in trace.rows("FROM requests")] == read
@@ -230,7 +236,9 @@ def test_tables_are_relations_that_do_not_block_each_other(tmp_path: Path) -> No
         assert trace.iterations.df()["end_ns"].sum() == sum(range(5000))
         assert trace.series.df()["labels"].tolist() == [{"a": "b"}]
         assert trace.sources.filter("rows = 5001").fetchall()
-        assert trace.rows("SELECT count(*) AS n FROM iterations WHERE end_ns < $below", {"below": 7}) == [{"n": 7}]
+        assert trace.rows("SELECT count(*) AS n FROM iterations WHERE end_ns < $below", {"below": 7}) == [
+            {"n": 7}
+        ]
         # DuckDB 1.4 and later give a reader, before it was a table.
         table = unread.read_all() if isinstance(unread, pa.RecordBatchReader) else unread
         assert table.num_rows == 5000
@@ -266,7 +274,9 @@ def test_nothing_stays_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def placed(trace: Path, number: int, folder: str, instance: str, *named: str) -> None:
-    write(trace, number, instance=instance, row={"folder": folder, "instances": list(named), "instance": folder})
+    write(
+        trace, number, instance=instance, row={"folder": folder, "instances": list(named), "instance": folder}
+    )
 
 
 def instances(trace: Path) -> dict[int, str]:
@@ -283,7 +293,9 @@ def test_sources_that_name_no_instance_join_the_one_named_in_their_folder(tmp_pa
 
 
 @pytest.mark.parametrize("others", [["h:1", "h:2"], ["h:1"], []])
-def test_where_several_are_named_or_none_the_folder_stands_for_itself(tmp_path: Path, others: list[str]) -> None:
+def test_where_several_are_named_or_none_the_folder_stands_for_itself(
+    tmp_path: Path, others: list[str]
+) -> None:
     placed(tmp_path, 1, "run1", "run1")
     placed(tmp_path, 2, "run1", "h:2", *others, *(["h:2"] if others == ["h:1"] else []))
     assert instances(tmp_path)[1] == "run1"

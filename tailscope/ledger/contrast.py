@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tailscope import stats
 from tailscope.config import Slo
 from tailscope.ledger.bills import Ledger, write_gap_bills
-from tailscope.model import ClassRow
+from tailscope.model import ClassRow, Objective
 from tailscope.store import Trace
 
 Floats = NDArray[np.float64]
@@ -50,8 +50,8 @@ def write_contrast(trace: Trace, ledger: Ledger, slos: tuple[Slo, ...], klass: s
         {"klass": klass},
     )
     for row in wanted:
-        rows += _request_metrics(trace, row["klass"])
-    rows += _token_gaps(trace, ledger, klass)
+        rows += _request_metrics(trace, row["klass"], slos)
+    rows += _token_gaps(trace, ledger, slos, klass)
     con.execute(_EXCESS)
     excess: dict[tuple[str, str], dict[str, float]] = {}
     for row in trace.rows(
@@ -61,7 +61,7 @@ def write_contrast(trace: Trace, ledger: Ledger, slos: tuple[Slo, ...], klass: s
     order = {metric: i for i, metric in enumerate(METRICS)}
     classes = list(dict.fromkeys(r.klass for r in rows))
     rows.sort(key=lambda r: (classes.index(r.klass), order[r.metric]))
-    return [_with_excess(r, excess.get((r.klass, r.metric), {}), slos) for r in rows]
+    return [replace(r, excess=excess.get((r.klass, r.metric), {})) for r in rows]
 
 
 #: A member's lines count with one weight up to the first token and with another for decode: TPOT is decode per
@@ -83,7 +83,7 @@ FROM lines WHERE weight <> 0 GROUP BY ALL
 """
 
 
-def _request_metrics(trace: Trace, klass: str) -> list[ClassRow]:
+def _request_metrics(trace: Trace, klass: str, slos: tuple[Slo, ...]) -> list[ClassRow]:
     """TTFT, TPOT and E2E of a class: its rows, and the members of each tail and its typical counterpart."""
     columns = trace.connection.execute(
         "SELECT rid, observer, arrival_ns, ttft_ns, e2e_ns, coalesce(prompt_tokens - coalesce(cached_tokens, 0), 0) AS computed, "
@@ -105,6 +105,7 @@ def _request_metrics(trace: Trace, klass: str) -> list[ClassRow]:
     for metric, values, inside in (("TTFT", ttft, None), ("TPOT", tpot, decodes), ("E2E", e2e, None)):
         among = np.ones(len(values), bool) if inside is None else inside
         row, tail = _describe(klass, metric, observer, values[among], arrivals[among])
+        row = replace(row, objectives=_objectives(slos, klass, metric, values[among], arrivals[among]))
         if tail is None:
             rows.append(row)
             continue
@@ -153,14 +154,19 @@ def _typical_of(values: Floats, among: NDArray[np.bool_]) -> Floats:
     return np.asarray(typical / max(typical.sum(), 1))
 
 
-def _with_excess(row: ClassRow, excess: dict[str, float], slos: tuple[Slo, ...]) -> ClassRow:
-    limits = {(s.klass, s.metric, s.quantile): s.limit_s for s in slos}
-    measured = {"p50": row.p50_s, "p95": row.p95_s, "p99": row.p99_s}
-    broken = any(
-        value is not None and value > limits.get((row.klass, row.metric, quantile), np.inf)
-        for quantile, value in measured.items()
-    )
-    return replace(row, excess=excess, slo_broken=broken)
+def _objectives(
+    slos: tuple[Slo, ...], klass: str, metric: str, values: Floats, times_ns: NDArray[np.int64]
+) -> tuple[Objective, ...]:
+    results = []
+    for slo in slos:
+        if (slo.klass, slo.metric) == (klass, metric) and len(values):
+            above = values > slo.limit_s
+            broken = stats.exceeds(above, times_ns, float(slo.quantile[1:]) / 100)
+            status: Literal[kept, broken, undecided] = "undecided"
+            if broken is not None:
+                status = "broken" if broken else "kept"
+            results.append(Objective(slo.quantile, slo.limit_s, int(above.sum()), len(values), status))
+    return tuple(results)
 
 
 def _describe(
@@ -222,7 +228,7 @@ def _rank_within(cell: NDArray[np.int64], values: Floats) -> Floats:
     return rank
 
 
-def _token_gaps(trace: Trace, ledger: Ledger, klass: str | None) -> list[ClassRow]:
+def _token_gaps(trace: Trace, ledger: Ledger, slos: tuple[Slo, ...], klass: str | None) -> list[ClassRow]:
     """ITL from chunk times: each gap between a request's chunks, billed on the engine's clock."""
     con = trace.connection
     if not trace.has("tokens"):
@@ -240,8 +246,9 @@ def _token_gaps(trace: Trace, ledger: Ledger, klass: str | None) -> list[ClassRo
             {"klass": name, "stride": stride},
         ).fetchnumpy()
         values = np.asarray(sample["value"], np.float64)
-        row, tail = _describe(name, "ITL", entry["observer"], values, np.asarray(sample["end_ns"], np.int64))
-        row = replace(row, n=n)
+        ends = np.asarray(sample["end_ns"], np.int64)
+        row, tail = _describe(name, "ITL", entry["observer"], values, ends)
+        row = replace(row, n=n, objectives=_objectives(slos, name, "ITL", values, ends))
         if tail is None:
             rows.append(row)
             continue

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from tailscope import stats
 from tailscope.config import Slo
-from tailscope.model import ClassRow
+from tailscope.model import ClassRow, Objective
 from tailscope.store import Trace
 
 CONCEPTS = {"ttft": "TTFT", "itl": "ITL", "tpot": "TPOT", "e2e": "E2E"}
@@ -32,14 +34,25 @@ def quantile_ranges(trace: Trace, q: float) -> dict[str, tuple[int, tuple[float,
     return ranges
 
 
+def _status(low: float, high: float | None, limit_s: float) -> Literal["kept", "broken", "undecided"]:
+    """An SLO is broken when the whole bucket lies above it, kept when it lies below."""
+    if low >= limit_s:
+        return "broken"
+    return "kept" if high is not None and high <= limit_s else "undecided"
+
+
 def histogram_rows(trace: Trace, slos: tuple[Slo, ...]) -> list[ClassRow]:
-    """A row a latency concept: the bucket of its p99. An SLO is broken when the whole bucket lies above it."""
+    """A row a latency concept: the bucket of its p99."""
     rows = []
     for concept, (n, (low, high), _lifetime) in quantile_ranges(trace, 0.99).items():
         metric = CONCEPTS.get(concept)
         if metric is None:
             continue
-        limits = [s.limit_s for s in slos if (s.klass, s.metric, s.quantile) == (ALL, metric, "p99")]
+        objectives = tuple(
+            Objective(s.quantile, s.limit_s, None, n, _status(low, high, s.limit_s))
+            for s in slos
+            if (s.klass, s.metric, s.quantile) == (ALL, metric, "p99")
+        )
         rows.append(
             ClassRow(
                 klass=ALL,
@@ -49,7 +62,7 @@ def histogram_rows(trace: Trace, slos: tuple[Slo, ...]) -> list[ClassRow]:
                 n=n,
                 range99_s=(low, high),
                 reason="histogram buckets",
-                slo_broken=any(low >= limit for limit in limits),
+                objectives=objectives,
             )
         )
     order = list(CONCEPTS.values())

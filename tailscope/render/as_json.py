@@ -43,6 +43,7 @@ def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
 def _class_row(row: ClassRow) -> dict[str, Any]:
     values = asdict(row)
     values["class"] = values.pop("klass")
+    values["slo_broken"] = row.slo_broken
     return values
 
 

@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from tailscope.model import ClassRow, Diagnosis, Finding, Party
+from tailscope.model import ClassRow, Diagnosis, Finding, Objective, Party
 from tailscope.safe import printable
 
 STATUS_STYLE = {
@@ -22,6 +22,7 @@ STATUS_STYLE = {
     "no-data": "bold yellow",
 }
 SEVERITY_STYLE = {"high": "bold red", "medium": "bold yellow", "low": "bold cyan"}
+OBJECTIVE_STYLE = {"broken": "bold red", "kept": "green", "undecided": "yellow"}
 TRUST_MARK = {"pass": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "bold red")}
 #: Parts of an excess smaller than this are not worth a place in a line.
 SMALLEST_PART = 0.03
@@ -50,6 +51,14 @@ def _parts(diagnosis: Diagnosis) -> Iterator[RenderableType]:
             "The parts are explained in docs/components.md; n_eff: what n is worth, as latencies come in bursts.",
             "dim",
         )
+    objectives = [(row, objective) for row in diagnosis.classes for objective in row.objectives]
+    if objectives:
+        yield Text()
+        yield _heading("Objectives")
+        for row, objective in objectives:
+            yield Text(
+                f"  {objective.status:10} {_objective(row, objective)}", OBJECTIVE_STYLE[objective.status]
+            )
     blame = _blame(diagnosis)
     if blame:
         yield Text()
@@ -121,6 +130,11 @@ def _classes(rows: list[ClassRow]) -> Table:
     return table
 
 
+def _objective(row: ClassRow, objective: Objective) -> str:
+    above = "" if objective.above is None else f": {objective.above:,} of {objective.n:,} above"
+    return f"{printable(row.klass)} {row.metric} {objective.quantile} < {_seconds(objective.limit_s)}{above}"
+
+
 def _blame(diagnosis: Diagnosis) -> Table | None:
     """Victim class x culprit class; nothing where only one class could be blamed."""
     entries = {(e["victim"], e["culprit"]): e["request_seconds"] for e in diagnosis.trace.get("blame", ())}
@@ -160,12 +174,8 @@ def _p99(row: ClassRow) -> str:
         if row.reason != "too-few-samples" or row.n_eff is None:
             return "-"
         return f"withheld (n_eff {row.n_eff:.0f})"
-    broken = " SLO!" if row.slo_broken else ""
-    return (
-        f"{_seconds(row.p99_s)} [{_seconds(row.ci99_s[0])}, {_seconds(row.ci99_s[1])}]{broken}"
-        if row.ci99_s
-        else (f"{_seconds(row.p99_s)}{broken}")
-    )
+    interval = f" [{_seconds(row.ci99_s[0])}, {_seconds(row.ci99_s[1])}]" if row.ci99_s else ""
+    return _seconds(row.p99_s) + interval
 
 
 def _excess(row: ClassRow) -> str:
