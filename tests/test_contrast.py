@@ -304,15 +304,20 @@ def test_gaps_are_billed_on_the_engines_clock(bill: Bill) -> None:
 # -- objectives and classes -------------------------------------------------------------------------
 
 
-def test_an_objective_is_broken_by_a_stated_quantile_only(bill: Bill) -> None:
+def test_an_objective_can_be_broken_where_its_quantile_cannot_be_stated(bill: Bill) -> None:
     config = parse({"slo": {"<512": {"ttft_p50_s": 0.09, "ttft_p99_s": 0.01, "e2e_p50_s": 9.0}}})
     result = bill(requests(50, lambda i: {}), config)
     assert result.row("<512", "TTFT").slo_broken, "by its p50"
     assert not result.row("<512", "E2E").slo_broken
     config = parse({"slo": {"<512": {"ttft_p99_s": 0.01}}})
-    assert not bill(requests(50, lambda i: {}), config).row("<512", "TTFT").slo_broken, (
-        "there is no p99 of 50"
-    )
+    of_50 = bill(requests(50, lambda i: {}), config).row("<512", "TTFT")
+    assert of_50.p99_s is None
+    assert of_50.slo_broken, "all 50 lie above it"
+    config = parse({"slo": {"<512": {"ttft_p99_s": 9.0}}})
+    assert [o.status for o in bill(requests(50, lambda i: {}), config).row("<512", "TTFT").objectives] == [
+        "undecided"
+    ]
+    config = parse({"slo": {"<512": {"ttft_p99_s": 0.01}}})
     assert bill(requests(2000, lambda i: {}), config).row("<512", "TTFT").slo_broken
 
 

@@ -199,7 +199,7 @@ def test_slo_and_classes_of_the_configuration(example: Path) -> None:
     config = parse(
         {
             "class": [{"name": "chat", "where": {"prompt_tokens": [0, 1000]}}, {"name": "documents"}],
-            "slo": {"chat": {"ttft_p50_s": 0.1}},
+            "slo": {"chat": {"ttft_p50_s": 0.02}},
         }
     )
     diagnosis = judged(example, config=config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -29,6 +30,11 @@ TYPICAL_GAPS = 20_000
 #: Latencies kept for the effective sample size, which needs their order in time.
 MAX_VALUES = 1_000_000
 
+OBJECTIVE_STATUS: dict[bool | None, Literal["kept", "broken", "undecided"]] = {
+    True: "broken",
+    False: "kept",
+    None: "undecided",
+}
 METRICS = ("TTFT", "TPOT", "E2E", "ITL")
 
 
@@ -162,9 +168,7 @@ def _objectives(
         if (slo.klass, slo.metric) == (klass, metric) and len(values):
             above = values > slo.limit_s
             broken = stats.exceeds(above, times_ns, float(slo.quantile[1:]) / 100)
-            status: Literal[kept, broken, undecided] = "undecided"
-            if broken is not None:
-                status = "broken" if broken else "kept"
+            status = OBJECTIVE_STATUS[broken]
             results.append(Objective(slo.quantile, slo.limit_s, int(above.sum()), len(values), status))
     return tuple(results)
 
