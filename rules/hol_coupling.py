@@ -211,7 +211,10 @@ RULE = Rule(
             "slowdown", 0.25, "x p50", "A tail slower by less than a quarter of the median is not felt."
         ),
         Threshold(
-            "p_value", 0.01, "", "Exposure tests call more than 5 % of unrelated pools coupled at 0.05, for they share their load."
+            "p_value",
+            0.01,
+            "",
+            "Measured on unrelated pools that share bursty load: up to 4 % are called coupled at 0.01, 11 % at 0.05.",
         ),
         Threshold("effective_samples", 100, "", "A statistical estimator alone decides nothing below this."),
     ),

@@ -167,7 +167,7 @@ def _verdict(
         if any(f.status == "inconclusive" for f in findings):
             return Verdict(findings[0].title + ", but the data cannot decide why.", "inconclusive", None)
         undecided = [check.rule for check in checks if check.status != "clear"]
-        size = max(row.n for row in with_tail if row.metric != "ITL")
+        size = max((row.n for row in classes if row.metric != "ITL"), default=0)
         largest, in_the_dark = _largest_component(with_tail)
         if in_the_dark:
             text = f"No rule found a cause in {size:,} requests.{largest}{_longest_steps(trace, ledger)}"

@@ -66,7 +66,8 @@ def ingest(
     TailscopeError when the trace cannot be written.
     """
     files: dict[str, _File] = {}
-    for file in [file for path in paths for file in _find(path, output)]:
+    run = _run_of(paths)
+    for file in [file for path in paths for file in _find(path, output, run)]:
         files.setdefault(os.path.realpath(file.path), file)
     outcomes: list[Outcome] = []
     with TraceWriter(output) as writer:
@@ -191,7 +192,15 @@ def _source_row(
     }
 
 
-def _find(path: Path, output: Path) -> Iterable[_File]:
+def _run_of(paths: Sequence[Path]) -> str | None:
+    """The folder whose pieces are named one by one, files among them, so that they belong to one run."""
+    parents = {path.resolve().parent for path in paths}
+    if len(paths) > 1 and len(parents) == 1 and any(path.is_file() for path in paths):
+        return _text(parents.pop().name) or "/"
+    return None
+
+
+def _find(path: Path, output: Path, run: str | None) -> Iterable[_File]:
     try:
         path.stat()
     except FileNotFoundError as error:
@@ -205,7 +214,8 @@ def _find(path: Path, output: Path) -> Iterable[_File]:
     recognised = {p: _recognise(p) for p in files}
     telemetry_folders = {p.parent for p, (collector, _) in recognised.items() if collector}
     for file, (collector, problem) in recognised.items():
-        yield _File(file, _text(file), _folder(path, file, telemetry_folders), collector, problem)
+        folder = run or _folder(path, file, telemetry_folders)
+        yield _File(file, _text(file), folder, collector, problem)
 
 
 def _recognise(path: Path) -> tuple[Collector | None, str]:

@@ -32,6 +32,8 @@ def effective_samples(values: Floats, times_ns: Ints) -> float:
     size = 1 << (2 * n - 1).bit_length()
     spectrum = np.fft.rfft(centred, size)
     autocovariance = np.fft.irfft(spectrum * np.conj(spectrum), size)[: n // 2]
+    if not autocovariance[0] > 0:  # differences too small to square
+        return float(n)
     rho = autocovariance / autocovariance[0]
     pairs = rho[: len(rho) // 2 * 2].reshape(-1, 2).sum(axis=1)
     negative = np.flatnonzero(pairs <= 0)

@@ -43,7 +43,13 @@ def _sample_size(classes: Sequence[ClassRow]) -> Trust | None:
 
 def _join_coverage(trace: Trace) -> list[Trust]:
     result = []
-    for row in trace.rows("SELECT * FROM coverage WHERE total > 0"):
+    instances = [
+        row["instance"]
+        for row in trace.rows(
+            "SELECT instance FROM observed UNION SELECT instance FROM steps ORDER BY instance LIMIT 5"
+        )
+    ]
+    for row in trace.rows('SELECT * FROM coverage WHERE total > 0 ORDER BY "join"'):
         missed = 1 - row["matched"] / row["total"]
         text = f"{row['join']}: {row['matched']:,} of {row['total']:,}"
         if row["ambiguous"]:
@@ -51,6 +57,8 @@ def _join_coverage(trace: Trace) -> list[Trust]:
         status = _graded(missed, 1 - COVERAGE_WARN, 1 - COVERAGE_FAIL)
         if status != "pass":
             text += ". Ids, times or instances do not match: see docs/joining.md"
+            if len(instances) > 1:
+                text += f"; the trace has instances {', '.join(instances[:4])}"
         result.append(Trust("join-coverage", status, text))
     return result
 
@@ -155,7 +163,7 @@ def _ledger(ledger: Ledger) -> Trust | None:
     text = f"{share:.1%} of {busy:.3g} s of step time has no known cause"
     longest = sorted((step for e in engines for step in e["longest"]), key=lambda s: -s["seconds"])[:2]
     if share > UNEXPLAINED_WARN and longest:
-        text += f"; most of it in steps that took {', '.join(format(s['seconds'], '.3g') + ' s' for s in longest)} too long"
+        text += f"; the longest steps took {' and '.join(format(s['seconds'], '.3g') + ' s' for s in longest)} longer than modelled"
     if unfitted:
         text += f"; {len(unfitted)} engine(s) have too few steps for a cost model"
     errors = [e["cost_error"] for e in engines if e["cost_error"] is not None]

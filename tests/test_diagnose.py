@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -304,3 +305,25 @@ def test_a_log_is_of_the_year_it_was_packed_in_whatever_the_copy_says(tmp_path: 
     with Trace(traced(copy, tmp_path)) as trace:
         ((first,),) = trace.connection.execute("SELECT min(end_ns) FROM iterations").fetchall()
     assert first == pytest.approx(1_795_963_157 * SECOND, abs=2 * SECOND)
+
+
+def test_a_tail_of_token_gaps_alone_has_a_verdict(tmp_path: Path) -> None:
+    """Ten streams: too few requests of any class, but a hundred gaps between their tokens."""
+    lines = [
+        {
+            "client_request_id": f"r{i}",
+            "path": "/v1/completions",
+            "send_unix_ns": (1_795_963_214 + i) * SECOND,
+            "status": 200,
+            "max_tokens": 10,
+            "usage": {"prompt_tokens": 10, "completion_tokens": 10},
+            "chunks_us_ntok": [[20_000 * (k + 1) + (k == 5) * 9_000, 1] for k in range(10)],
+            "done_us": 250_000,
+        }
+        for i in range(10)
+    ]
+    log = tmp_path / "client.jsonl"
+    log.write_text("\n".join(map(json.dumps, lines)))
+    diagnosis = judged(traced(log, tmp_path))
+    assert row(diagnosis, "<512", "ITL").n == 90
+    assert "10 requests" in diagnosis.verdict.text

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.signal import lfilter
@@ -87,6 +87,7 @@ def test_constants_are_all_independent(value: float) -> None:
 
 
 @settings(max_examples=100, deadline=None)
+@example([0.0, 0.0, 0.0, 1e-200])
 @given(st.lists(st.floats(-1e6, 1e6), max_size=50))
 def test_effective_samples_are_between_one_and_all(values: list[float]) -> None:
     n = len(values)

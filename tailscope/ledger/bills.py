@@ -32,6 +32,7 @@ class Ledger:
     culprits: tuple[str, ...]
     engines: list[dict[str, Any]] = field(default_factory=list)
     times: dict[tuple[str, int | None], EngineTime] = field(default_factory=dict)
+    window_ns: tuple[int, int] = (0, 0)
     spread: int = 0
     spread_s: tuple[float, float] = (0.0, 0.0)
 
@@ -45,6 +46,10 @@ def write_bills(trace: Trace, budgets: dict[str, float]) -> Ledger:
             "(id BIGINT, place VARCHAR, component VARCHAR, culprit VARCHAR, ns BIGINT)"
         )
     ledger = Ledger(culprit_classes(trace))
+    for row in trace.rows(
+        "SELECT min(arrival_ns) AS first, max(arrival_ns + e2e_ns) AS last FROM joined WHERE billed"
+    ):
+        ledger.window_ns = (row["first"] or 0, row["last"] or 0)
     gaps = load_gaps(trace)
     for row in trace.rows("SELECT instance FROM joined WHERE billed GROUP BY instance ORDER BY instance"):
         _write_instance(trace, ledger, gaps, row["instance"], budgets.get(row["instance"]))
@@ -94,7 +99,7 @@ def _write_instance(trace: Trace, ledger: Ledger, gaps: Gaps, instance: str, bud
             prefills = _together(prefills, anywhere.prefills(steps, 1 / len(spans)))
         time = EngineTime(steps, prefills, len(ledger.culprits), budget)
         ledger.times[instance, engine] = time
-        ledger.engines.append(_about(time, instance, engine))
+        ledger.engines.append(_about(time, instance, engine, ledger.window_ns))
         own = int(requests.inside(steps).sum())
         _book(trace, ledger, requests, _bookings(time, requests, time.weight[:own], gaps))
         if anywhere is not None:
@@ -249,19 +254,19 @@ def _gap_booking(time: EngineTime, start_ns: Ints, end_ns: Ints, preempted: NDAr
     return Booking("decode", end_ns - start_ns, parts, "unexplained")
 
 
-def _about(time: EngineTime, instance: str, engine: int | None) -> dict[str, Any]:
+def _about(time: EngineTime, instance: str, engine: int | None, window_ns: tuple[int, int]) -> dict[str, Any]:
+    """An engine's step time while billed requests were in it, and what of it the cost model does not explain."""
     cost = time.cost
+    first, last = (Place(time.steps, np.array([ns])) for ns in window_ns)
+    within = (time.steps.end_ns > window_ns[0]) & (time.steps.start_ns < window_ns[1])
+    longest = [(k, seconds) for k, seconds in time.longest_unexplained(within, 3) if seconds > 0]
     return {
         "instance": instance,
         "engine": engine,
-        "steps": len(time.steps.start_ns),
-        "busy_s": float(time.busy[-1]),
-        "unexplained_s": float(time.unexplained[-1]),
+        "steps": int(within.sum()),
+        "busy_s": float(time.between(time.busy, first, last)[0]),
+        "unexplained_s": float(time.between(time.unexplained, first, last)[0]),
         "cost_error": None if cost is None else cost.error,
         "cost_explained": None if cost is None else cost.explained,
-        "longest": [
-            {"time_ns": int(time.steps.start_ns[k]), "seconds": seconds}
-            for k, seconds in time.longest_unexplained(3)
-            if seconds > 0
-        ],
+        "longest": [{"time_ns": int(time.steps.start_ns[k]), "seconds": seconds} for k, seconds in longest],
     }

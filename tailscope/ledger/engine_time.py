@@ -132,9 +132,9 @@ class EngineTime:
     def between(self, sums: Floats, start: Place, end: Place) -> Floats:
         return np.maximum(self.at(sums, end) - self.at(sums, start), 0.0)
 
-    def longest_unexplained(self, count: int) -> list[tuple[int, float]]:
-        """(step, seconds) of the steps the cost model explains least, longest first."""
-        unexplained = np.diff(self.unexplained)
+    def longest_unexplained(self, within: NDArray[np.bool_], count: int) -> list[tuple[int, float]]:
+        """(step, seconds) of the chosen steps that the cost model explains least, longest first."""
+        unexplained = np.where(within, np.diff(self.unexplained), 0.0)
         worst = np.argsort(-unexplained, kind="stable")[:count]
         return [(int(k), float(unexplained[k])) for k in worst]
 
