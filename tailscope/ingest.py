@@ -18,7 +18,7 @@ from tailscope.errors import BadInput, UsageError
 from tailscope.model import Collector
 from tailscope.parts import Stored, TraceWriter
 from tailscope.schema import BY_NAME, Table
-from tailscope.source import Options, Source, Tally, files_below
+from tailscope.source import HEAD, Options, Source, Tally, files_below
 
 SOURCE_ID_DIGITS = 16
 
@@ -157,9 +157,12 @@ class _Placement:
 
 
 def _failed(file: _File, source: Source, error: BadInput | OSError) -> Outcome:
-    message = str(error)
     if isinstance(error, OSError):
         message = f"{file.display}: {UNREADABLE}: {error.strerror or error}"
+    elif error.path:
+        message = str(error)
+    else:
+        message = str(BadInput(error.what, path=file.display, where=error.where, todo=error.todo))
     kind = file.collector.name if file.collector else ""
     return Outcome(file.display, "failed", message, kind, tally=source.tally)
 
@@ -231,11 +234,14 @@ def _recognise(path: Path) -> tuple[Collector | None, str]:
             )
         if not path.is_file():
             return None, "not a regular file"
-        head = source.head()
+        with source.open() as stream:
+            head = stream.read(HEAD)
     except OSError as error:
         return None, f"{UNREADABLE}: {error.strerror or error}"
     if not head.strip():
-        return None, "empty"
+        # Compressed data that gives nothing may be damaged from the start.
+        damage = next(iter(source.tally.rejected), "")
+        return None, f"{UNREADABLE}: {damage}" if damage else "empty"
     collector = next((c for c in registry.collectors() if c.recognises(head, source.name)), None)
     return collector, "" if collector else "not recognised as telemetry"
 

@@ -136,7 +136,9 @@ def test_looking_at_the_head_and_hashing_count_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\n", b" \t\r\n\n\x0c\n", b"\xef\xbb\xbf", gzip.compress(b"\n \n")]
+    "content",
+    [b"", b"\n", b" \t\r\n\n\x0c\n", b"\xef\xbb\xbf", gzip.compress(b"\n \n", mtime=0)],
+    ids=["nothing", "newline", "space", "mark", "packed"],
 )
 def test_nothing_but_space_is_no_line(tmp_path: Path, content: bytes) -> None:
     read = source(tmp_path, content)

@@ -34,10 +34,10 @@ def render(outcomes: list[Outcome], trace: str, console: Console, base: Path | N
     known = [o for o in outcomes if o.status == "known"]
     if known:
         console.print(Text(f"already in the trace: {_names(known, base)}", "dim"))
-    for message in ("empty", "not recognised as telemetry"):
-        skipped = [o for o in outcomes if o.status == "skipped" and o.message == message]
-        if skipped:
-            console.print(Text(f"skipped, {message}: {_names(skipped, base)}", "dim"))
+    skipped = [o for o in outcomes if o.status == "skipped"]
+    for message in dict.fromkeys(o.message for o in skipped):
+        alike = [o for o in skipped if o.message == message]
+        console.print(Text(f"skipped, {message}: {_names(alike, base)}", "dim"))
     notes = Counter(note for o in read for note in o.tally.notes)
     for note in notes:
         console.print(Text(f"note: {printable(note, 400)}", "dim"))
