@@ -140,7 +140,11 @@ def by_steps(hurt: Sequence[Mapping[str, Any]]) -> Finding:
         culprit=Party(
             "class",
             culprit,
-            {"requests": worst["culprit_requests"], "longest_prompt_tokens": worst["culprit_longest"]},
+            {
+                "requests": worst["culprit_requests"],
+                "longest_prompt_tokens": worst["culprit_longest"],
+                "on": worst["culprit_instances"],
+            },
         ),
         victims=tuple(
             Party(
@@ -181,7 +185,7 @@ def exposure(row: Mapping[str, Any]) -> Evidence:
 
 def control(row: Mapping[str, Any]) -> Evidence:
     if row["control_p_value"] is None:
-        return Evidence("no other instance at the same time to serve as a negative control")
+        return Evidence("no such prefill on another instance at the time, to serve as a negative control")
     return Evidence(
         f"negative control, other instances' prefills: {row['control_difference_s']:+.3g} s (p = {row['control_p_value']:.2g})",
         {"difference_s": row["control_difference_s"], "p_value": row["control_p_value"]},

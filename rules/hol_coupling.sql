@@ -13,6 +13,9 @@ SELECT
     coalesce(b.blamed_s, 0) AS blamed_s, b.tail_s,
     (SELECT max(try_cast(regexp_extract(detail, 'max_num_batched_tokens=([0-9]+)', 1) AS BIGINT))
      FROM events WHERE kind = 'config') AS budget,
+    -- Which instances, where there are several.
+    (SELECT string_agg(DISTINCT instance, ', ' ORDER BY instance) FROM joined WHERE klass = c.culprit AND billed
+     HAVING (SELECT count(DISTINCT instance) FROM joined WHERE billed) > 1) AS culprit_instances,
     (SELECT max(prompt_tokens) FROM joined WHERE klass = c.culprit AND billed) AS culprit_longest,
     (SELECT max(tile_ns) / 1e9 FROM steps s WHERE prefill_tokens > 0 AND s.end_ns BETWEEN c.first_ns AND c.last_ns) AS longest_step_s,
     (SELECT median(tile_ns) / 1e9 FROM steps WHERE prefill_tokens = 0) AS usual_step_s,

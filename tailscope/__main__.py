@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 
 
@@ -11,6 +13,7 @@ def main() -> None:
     from tailscope.errors import TailscopeError
     from tailscope.safe import printable
 
+    _writable_streams()
     try:
         app()
     except TailscopeError as error:
@@ -18,9 +21,21 @@ def main() -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(1)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        print(f"tailscope: cannot write the output: {error.strerror}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _writable_streams() -> None:
+    """Output that the locale cannot encode is escaped; output to a closed stream is dropped."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 if __name__ == "__main__":

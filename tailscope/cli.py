@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tailscope.errors import UsageError
+from tailscope.errors import BadInput, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -245,8 +245,11 @@ def _diagnose(
 ) -> Diagnosis:
     from dataclasses import replace
 
+    import duckdb
+
     from tailscope import config as configuration
     from tailscope.engine import diagnose as run
+    from tailscope.scan import first_line
     from tailscope.store import Trace
 
     settings = settings or configuration.load(config_path)
@@ -254,8 +257,21 @@ def _diagnose(
     overridden = {(s.klass, s.metric, s.quantile) for s in given}
     kept = tuple(s for s in settings.slos if (s.klass, s.metric, s.quantile) not in overridden)
     settings = replace(settings, slos=kept + given)
-    with Trace(path, memory_limit=memory_limit) as trace:
-        return run(trace, settings, _scope(trace, *filters))
+    try:
+        with Trace(path, memory_limit=memory_limit) as trace:
+            return run(trace, settings, _scope(trace, *filters))
+    except duckdb.OutOfMemoryException as error:
+        raise UsageError(
+            f"--memory-limit {memory_limit} is too small for this trace; give it more"
+        ) from error
+    except duckdb.Error as error:
+        # A Parquet file that breaks off or does not decompress; anything else is a bug of ours.
+        if type(error) not in (duckdb.Error, duckdb.InvalidInputException, duckdb.IOException):
+            raise
+        what = f"cannot be read: {first_line(error)}"
+        raise BadInput(
+            what, path=path, todo="A part of the trace is damaged: ingest its source again"
+        ) from error
 
 
 def _print_diagnosis(diagnosis: Diagnosis, format: Format) -> None:
@@ -285,16 +301,16 @@ def _scope(
 ) -> Scope:
     from tailscope.align import Scope
 
-    if last and (from_ or to):
+    if last is not None and (from_ or to):
         raise UsageError("--last goes without --from and --to")
     from_ns, to_ns = _instant("--from", from_), _instant("--to", to)
     if from_ns is not None and to_ns is not None and from_ns >= to_ns:
         raise UsageError("--from must be before --to")
-    if last:
+    if last is not None:
         [(end,)] = trace.connection.execute(
             "SELECT max(coalesce(finished_ns, arrival_ns)) FROM requests"
         ).fetchall()
-        from_ns = None if end is None else end - _duration_ns(last)
+        from_ns = None if end is None else max(end - _duration_ns(last), 0)
     if instance is not None:
         names = [
             r["instance"]
@@ -327,7 +343,7 @@ def _instant(option: str, text: str | None) -> int | None:
 
 
 def _duration_ns(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)", text.strip())
+    match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,9})?)\s*(s|m|h|d)", text.strip())
     if not match:
         raise UsageError(f"--last {text!r}: write 30s, 15m, 2h or 1d")
     return int(float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]] * 1e9)

@@ -25,6 +25,8 @@ from tailscope.store import Trace
 FAILED_SHARE = 0.5
 #: How far from a long step an event may lie and still be named beside it.
 EVENT_NEAR_NS = 5_000_000_000
+#: An excess below this share of the median is no tail to speak of.
+NOTICEABLE = 0.01
 
 
 def diagnose(trace: Trace, config: Config, scope: Scope | None = None) -> Diagnosis:
@@ -195,14 +197,16 @@ def _verdict(
             "inconclusive",
             None,
         )
+    if trace.has("requests"):
+        return Verdict("No request of the trace arrived in the window that was asked for.", "no-data", None)
     return Verdict("The trace holds no requests and no latency histograms.", "no-data", None)
 
 
 def _largest_component(rows: Sequence[ClassRow]) -> tuple[str, bool]:
     """A sentence on the class and metric whose tail is the most out of proportion, and whether it is unexplained."""
     row = max(rows, key=lambda r: (r.excess_s or 0.0) / (r.p50_s or 1.0))
-    if not row.excess or not row.excess_s:
-        return "", False
+    if not row.excess or not row.excess_s or row.excess_s < NOTICEABLE * (row.p50_s or 0.0):
+        return " No class's tail is far from typical.", False
     component, seconds = max(row.excess.items(), key=lambda item: item[1])
     text = (
         f" The {row.metric} tail of class {row.klass} is {row.excess_s:.3g} s above typical, mostly {component}"

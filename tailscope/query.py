@@ -27,6 +27,7 @@ from tailscope.align import Scope, class_macro
 from tailscope.config import Config
 from tailscope.errors import QueryError, UsageError
 from tailscope.safe import printable
+from tailscope.scan import pattern
 from tailscope.schema import REQUESTS, SOURCES, TABLES
 from tailscope.store import Trace
 
@@ -151,7 +152,9 @@ def _narrow(trace: Trace, scope: Scope) -> None:
 def _fence(trace: Trace) -> None:
     """Leave the connection only the trace's files and its own folder to spill to, for good."""
     con = trace.connection
-    files = ", ".join(_literal(file) for files in trace.files.values() for file in files)
+    # The views name a file by a pattern that matches it alone; DuckDB may check either.
+    names = {name for files in trace.files.values() for file in files for name in (file, pattern(file))}
+    files = ", ".join(_literal(name) for name in sorted(names))
     con.execute(f"SET allowed_paths = [{files}]")
     con.execute("SET preserve_insertion_order = true")
     for setting in (

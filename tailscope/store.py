@@ -124,6 +124,8 @@ class Trace:
     def _create_view(self, table: Table) -> None:
         try:
             self.connection.execute(f'CREATE OR REPLACE VIEW "{table.name}" AS {self.view_sql(table)}')
+        except duckdb.OutOfMemoryException as error:
+            raise UsageError(f"{self.path}: the memory limit is too small to open the trace") from error
         except duckdb.Error as error:
             raise BadInput(
                 f"cannot be read as Parquet: {first_line(error)}",

@@ -144,7 +144,11 @@ def _clocks(trace: Trace) -> Trust | None:
     shifted = [r for r in rows if r["offset_ns"]]
     if shifted:
         worst = max(shifted, key=lambda r: abs(r["offset_ns"]))
-        text = f"client clock is {worst['offset_ns'] / 1e6:+.3g} ms off, known to {worst['error_ns'] / 1e6:.3g} ms; taken off"
+        seconds = -worst["offset_ns"] / 1e9
+        text = (
+            f"client clock is {abs(seconds):.3g} s {'ahead of' if seconds > 0 else 'behind'} the engine's, known to "
+            f"{worst['error_ns'] / 1e6:.3g} ms; taken off"
+        )
         return Trust("clock-quality", "pass", text)
     worst = max(rows, key=lambda r: r["error_ns"])
     return Trust(
@@ -179,13 +183,22 @@ def _rejects(trace: Trace) -> Trust | None:
     )[0]
     if not rows["rows"]:
         return None
-    if rows["rejected"] or rows["conflicting"]:
+    unusable = trace.rows(
+        "SELECT (SELECT count(*) FROM requests WHERE instant(arrival_ns) IS NULL) + "
+        "(SELECT count(*) FROM joined WHERE billed AND NOT coalesce(ttft_ns >= 0 AND e2e_ns >= ttft_ns, false)) AS n"
+    )[0]["n"]
+    if rows["rejected"] or rows["conflicting"] or unusable:
         parts = (
             [f"{rows['rejected']:,} records of {rows['files']} file(s) could not be used"]
             if rows["rejected"]
             else []
         )
         parts += [f"{rows['conflicting']:,} rows share a key but differ"] if rows["conflicting"] else []
-        share = (rows["rejected"] or 0) / (rows["rows"] + (rows["rejected"] or 0))
-        return Trust("input-quality", "warn" if share < 0.1 else "fail", "; ".join(parts))
+        parts += (
+            [f"{unusable:,} requests lack an arrival, a TTFT or an end that can be true"] if unusable else []
+        )
+        lost = (rows["rejected"] or 0) + unusable
+        return Trust(
+            "input-quality", "warn" if lost < 0.1 * (rows["rows"] + lost) else "fail", "; ".join(parts)
+        )
     return Trust("input-quality", "pass", "every record that was telemetry was used")

@@ -160,3 +160,33 @@ def test_demo_prints_a_diagnosis_from_anywhere(tmp_path: Path) -> None:
     assert "259 requests" in done.stdout
     assert "HIGH  Requests of class <512 wait behind the prefill of class <8k" in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+def test_output_that_the_locale_cannot_encode_is_escaped(trace: Path) -> None:
+    env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    for format in ("text", "json"):
+        command = [sys.executable, "-P", "-m", "tailscope", "diagnose", str(trace), "--format", format]
+        done = subprocess.run(command, capture_output=True, env=env, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.isascii()
+
+
+def test_a_part_damaged_inside_is_one_message(tmp_path: Path) -> None:
+    trace = tmp_path / "t.parquet"
+    assert tailscope("ingest", EXAMPLE / "client.jsonl.gz", "-o", trace).returncode == 0
+    (part,) = trace.glob("tokens/*.parquet")
+    content = bytearray(part.read_bytes())
+    content[200:20_000] = bytes(19_800)
+    part.write_bytes(content)
+    done = tailscope("diagnose", trace)
+    assert done.returncode == 2
+    assert "A part of the trace is damaged" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_memory_limit_that_is_too_small_does_not_blame_the_data(trace: Path) -> None:
+    for limit in ("1KB", "20MB"):
+        done = tailscope("diagnose", trace, "--memory-limit", limit)
+        assert done.returncode == 2
+        assert "too small" in done.stderr
+        assert "damaged" not in done.stderr

@@ -27,7 +27,8 @@ import pytest
 from tailscope import query
 from tailscope.config import Config, RequestClass
 from tailscope.errors import QueryError, UsageError
-from tailscope.schema import BY_NAME
+from tailscope.parts import SourceWriter
+from tailscope.schema import BY_NAME, EVENTS
 from tailscope.store import Trace
 
 SECRET = "the-secret-outside"
@@ -603,3 +604,11 @@ def test_examples_of_the_documentation(root: Path, tmp_path: Path, monkeypatch: 
         "<8k": 1,
         "gold": 1,
     }
+
+
+def test_a_path_that_looks_like_a_pattern_is_a_path(tmp_path: Path) -> None:
+    place = tmp_path / "a[1]*?" / "t.parquet"
+    with SourceWriter(place, "0" * 16) as writer:
+        writer.write(EVENTS, EVENTS.batch({"instance": ["a"], "time_ns": [1], "kind": ["restart"]}))
+        writer.commit({"kind": "test"})
+    assert query.run(str(place), "SELECT count(*) AS n FROM events").to_pylist() == [{"n": 1}]

@@ -106,7 +106,7 @@ def test_what_is_not_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["it's", 'a "b" c', "a[1]b", "a*b", "tenant=x", "new\nline"])
 def test_a_path_of_any_name(tmp_path: Path, name: str) -> None:
-    write(tmp_path / "a1b", 2)
+    write(tmp_path / "a1b" / "a1b", arrival_ns=[9])  # what a[1]b and a*b would match as patterns
     trace = write(tmp_path / name / name)
     (part,) = (trace / "requests").iterdir()
     for path in (trace, part):
@@ -135,6 +135,11 @@ def test_a_missing_column_is_null_and_an_unknown_one_is_kept(tmp_path: Path) -> 
     assert stored(tmp_path, "SELECT typeof(prompt_tokens), typeof(arrival_ns) FROM requests LIMIT 1") == [
         ("BIGINT", "BIGINT")
     ]
+
+
+def test_case_does_not_matter_in_a_column_name(tmp_path: Path) -> None:
+    path = foreign(tmp_path / "requests.parquet", Request_ID=["x"], ARRIVAL_NS=[7])
+    assert stored(path, "SELECT request_id, arrival_ns FROM requests") == [("x", 7)]
 
 
 @pytest.mark.parametrize(

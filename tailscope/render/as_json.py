@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
@@ -11,6 +12,8 @@ import orjson
 
 from tailscope.model import ClassRow, Diagnosis, Evidence, Finding, Party
 
+#: Control and bidirectional characters beyond ASCII.
+CONTROLS = re.compile("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 #: Raised when a key is removed or changes its meaning; new keys do not raise it.
 SCHEMA_VERSION = 1
 
@@ -22,7 +25,9 @@ def schema() -> dict[str, Any]:
 
 
 def render(diagnosis: Diagnosis) -> str:
-    return orjson.dumps(as_dict(diagnosis), option=orjson.OPT_INDENT_2).decode()
+    text = orjson.dumps(as_dict(diagnosis), option=orjson.OPT_INDENT_2).decode()
+    # JSON leaves them as they are, and a terminal would obey them.
+    return CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
