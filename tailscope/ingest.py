@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -67,8 +68,13 @@ def ingest(
     """
     files: dict[str, _File] = {}
     run = _run_of(paths)
-    for file in [file for path in paths for file in _find(path, output, run)]:
-        files.setdefault(os.path.realpath(file.path), file)
+    names = Counter(path.resolve().name for path in set(paths))
+    for path in paths:
+        # hostA/logs and hostB/logs are two.
+        root = path.resolve()
+        label = root.name if names[root.name] == 1 else f"{root.parent.name}/{root.name}"
+        for file in _find(path, output, run, label):
+            files.setdefault(os.path.realpath(file.path), file)
     outcomes: list[Outcome] = []
     with TraceWriter(output) as writer:
         task = _Ingest(writer, config, options, instance)
@@ -203,7 +209,7 @@ def _run_of(paths: Sequence[Path]) -> str | None:
     return None
 
 
-def _find(path: Path, output: Path, run: str | None) -> Iterable[_File]:
+def _find(path: Path, output: Path, run: str | None, label: str) -> Iterable[_File]:
     try:
         path.stat()
     except FileNotFoundError as error:
@@ -217,7 +223,7 @@ def _find(path: Path, output: Path, run: str | None) -> Iterable[_File]:
     recognised = {p: _recognise(p) for p in files}
     telemetry_folders = {p.parent for p, (collector, _) in recognised.items() if collector}
     for file, (collector, problem) in recognised.items():
-        folder = run or _folder(path, file, telemetry_folders)
+        folder = run or _folder(path, file, telemetry_folders, label)
         yield _File(file, _text(file), folder, collector, problem)
 
 
@@ -246,17 +252,17 @@ def _recognise(path: Path) -> tuple[Collector | None, str]:
     return collector, "" if collector else "not recognised as telemetry"
 
 
-def _folder(root: Path, file: Path, telemetry_folders: set[Path]) -> str:
+def _folder(root: Path, file: Path, telemetry_folders: set[Path], label: str) -> str:
     """The folder that stands for an instance: the topmost one on the way to `file` that holds telemetry itself.
 
     A run's folder with sub-folders is one instance; a folder of runs is one instance a run. It is named as
-    seen from `root`, so that a/logs and b/logs are two.
+    seen from `root`, which itself is called `label`, so that a/logs and b/logs are two.
     """
     if not root.is_dir():
         return _text(file.parent.resolve().name) or "/"
     way = [folder for folder in reversed(file.parents) if folder.is_relative_to(root)]
     top = next((f for f in way if f in telemetry_folders), file.parent)
-    return _text(root.resolve().name if top == root else top.relative_to(root)) or "/"
+    return _text(label if top == root else top.relative_to(root)) or "/"
 
 
 def _text(path: Path | str) -> str:

@@ -233,3 +233,19 @@ def test_a_trace_of_a_newer_version_is_read_with_a_warning(
         assert len(opened.warnings) == 1
         assert "newer tailscope (schema 99" in opened.warnings[0]
         assert opened.count("requests") == 223
+
+
+def test_folders_of_one_name_given_together_are_two_instances(tmp_path: Path) -> None:
+    for host in ("a", "b"):
+        (tmp_path / host / "logs").mkdir(parents=True)
+        lines = gzip.decompress(CLIENT.read_bytes()).splitlines(keepends=True)
+        (tmp_path / host / "logs" / "client.jsonl").write_bytes(
+            b"".join(lines[:5] if host == "a" else lines[5:9])
+        )
+    trace = tmp_path / "t.parquet"
+    add(trace, tmp_path / "a" / "logs", tmp_path / "b" / "logs")
+    with Trace(trace) as opened:
+        found = opened.rows(
+            "SELECT instance, count(*) AS n FROM requests GROUP BY instance ORDER BY instance"
+        )
+    assert found == [{"instance": "a/logs", "n": 5}, {"instance": "b/logs", "n": 4}]
