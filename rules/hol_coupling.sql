@@ -11,8 +11,7 @@ SELECT
     c.*,
     k.metric, k.observer, k.p50_s, k.excess_s, k.tail_rule, k.slo_broken,
     coalesce(b.blamed_s, 0) AS blamed_s, b.tail_s,
-    (SELECT max(try_cast(regexp_extract(detail, 'max_num_batched_tokens=([0-9]+)', 1) AS BIGINT))
-     FROM events WHERE kind = 'config') AS budget,
+    (SELECT max(max_num_batched_tokens) FROM configured) AS budget,
     -- Which instances, where there are several.
     (SELECT string_agg(DISTINCT instance, ', ' ORDER BY instance) FROM joined WHERE klass = c.culprit AND billed
      HAVING (SELECT count(DISTINCT instance) FROM joined WHERE billed) > 1) AS culprit_instances,

@@ -25,10 +25,7 @@ counted AS (
     FROM counters WHERE concept = 'preemptions'
 ),
 reported AS (SELECT sum(preempted) AS step_preemptions FROM steps),
-configured AS (
-    SELECT max(try_cast(regexp_extract(detail, 'max_num_seqs=([0-9]+)', 1) AS BIGINT)) AS max_num_seqs
-    FROM events WHERE kind = 'config'
-),
+limits AS (SELECT max(max_num_seqs) AS max_num_seqs FROM configured),
 holders AS (
     SELECT culprit AS holder, sum(ns) / 1e9 AS held_s FROM bill_lines
     WHERE component = 'preempted' AND culprit IS NOT NULL GROUP BY culprit ORDER BY held_s DESC, culprit LIMIT 1
@@ -43,6 +40,6 @@ SELECT k.klass, k.metric, k.p50_s, k.excess_s, k.tail_rule, k.slo_broken, k.n,
        v.*, t.*, q.*, c.*, r.*, f.*, h.holder
 FROM class_rows k
 LEFT JOIN spent s ON s.klass = k.klass AND s.metric = k.metric
-CROSS JOIN victims v CROSS JOIN stalls t CROSS JOIN squeeze q CROSS JOIN counted c CROSS JOIN reported r CROSS JOIN configured f
+CROSS JOIN victims v CROSS JOIN stalls t CROSS JOIN squeeze q CROSS JOIN counted c CROSS JOIN reported r CROSS JOIN limits f
 LEFT JOIN holders h ON true
 ORDER BY k.klass, k.metric

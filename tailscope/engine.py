@@ -108,10 +108,7 @@ def _register_class_rows(trace: Trace, classes: Sequence[ClassRow]) -> None:
 
 def _token_budgets(trace: Trace) -> dict[str, float]:
     """Token budget of a step by instance, where the server's log said so."""
-    rows = trace.rows(
-        "SELECT instance, max(try_cast(regexp_extract(detail, 'max_num_batched_tokens=([0-9]+)', 1) AS BIGINT)) AS budget "
-        "FROM events WHERE kind = 'config' GROUP BY instance"
-    )
+    rows = trace.rows("SELECT instance, max_num_batched_tokens AS budget FROM configured")
     return {row["instance"]: float(row["budget"]) for row in rows if row["budget"]}
 
 

@@ -27,7 +27,7 @@ from tailscope.align import Scope, class_macro
 from tailscope.config import Config
 from tailscope.errors import QueryError, UsageError
 from tailscope.safe import printable
-from tailscope.scan import pattern
+from tailscope.scan import pattern, quote
 from tailscope.schema import REQUESTS, SOURCES, TABLES
 from tailscope.store import Trace
 
@@ -135,13 +135,13 @@ def _narrow(trace: Trace, scope: Scope) -> None:
         if table.time and scope.to_ns is not None:
             tests.append(f"{table.time} < {int(scope.to_ns)}")
         if scope.instance is not None:
-            wanted = _literal(scope.instance)
+            wanted = quote(scope.instance)
             test = f"instance = {wanted}"
             if table is SOURCES:
                 test = f"({test} OR list_contains(instances, {wanted}))"
             tests.append(test)
         if table is REQUESTS and scope.klass is not None:
-            tests.append(f"{_CLASS} = {_literal(scope.klass)}")
+            tests.append(f"{_CLASS} = {quote(scope.klass)}")
         if tests:
             trace.connection.execute(
                 f'CREATE OR REPLACE VIEW "{table.name}" AS '
@@ -154,7 +154,7 @@ def _fence(trace: Trace) -> None:
     con = trace.connection
     # The views name a file by a pattern that matches it alone; DuckDB may check either.
     names = {name for files in trace.files.values() for file in files for name in (file, pattern(file))}
-    files = ", ".join(_literal(name) for name in sorted(names))
+    files = ", ".join(quote(name) for name in sorted(names))
     con.execute(f"SET allowed_paths = [{files}]")
     con.execute("SET preserve_insertion_order = true")
     for setting in (
@@ -286,10 +286,6 @@ def _first_lines(text: str) -> str:
     """DuckDB's message up to the place in the statement: it names the candidates."""
     message = re.split(r"\n\s*\n|\nLINE \d+:", text.strip(), maxsplit=1)[0]
     return " ".join(message.split())[:1000].rstrip(".?")
-
-
-def _literal(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"
 
 
 def _write_csv(table: pa.Table, stream: TextIO) -> None:

@@ -14,9 +14,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from tailscope.ledger.engine_time import EngineTime, Place, Prefills
-from tailscope.ledger.lines import Booking, Floats, Ints, Lines, Parts, mean_of
+from tailscope.ledger.lines import Booking, Lines, Parts, mean_of
 from tailscope.ledger.requests import Requests, culprit_classes, load_requests, load_steps
 from tailscope.ledger.stalls import MIN_STALL_STEPS, Gaps, Stalls, by_holder, load_gaps, resumption_ns
+from tailscope.stats import Floats, Ints
 from tailscope.store import Trace
 
 

@@ -14,9 +14,8 @@ from tailscope import stats
 from tailscope.config import Slo
 from tailscope.ledger.bills import Ledger, write_gap_bills
 from tailscope.model import ClassRow, Objective
+from tailscope.stats import Floats
 from tailscope.store import Trace
-
-Floats = NDArray[np.float64]
 
 #: Below this many requests a class gets counts only.
 MIN_REQUESTS = 20
@@ -51,7 +50,7 @@ def write_contrast(trace: Trace, ledger: Ledger, slos: tuple[Slo, ...], klass: s
     )
     rows: list[ClassRow] = []
     wanted = trace.rows(
-        "SELECT klass, count(*) AS n FROM joined WHERE billed AND ($klass IS NULL OR klass = $klass) "
+        "SELECT klass FROM joined WHERE billed AND ($klass IS NULL OR klass = $klass) "
         "GROUP BY klass ORDER BY min(prompt_tokens), klass",
         {"klass": klass},
     )

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-Floats = NDArray[np.float64]
+from tailscope.stats import Floats
 
 #: Steps used for a fit. More do not change seven coefficients.
 FIT_STEPS = 40_000

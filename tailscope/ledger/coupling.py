@@ -11,10 +11,8 @@ from numpy.typing import NDArray
 
 from tailscope import stats
 from tailscope.ledger.contrast import MIN_REQUESTS
+from tailscope.stats import Floats, Ints
 from tailscope.store import Trace
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 #: A request counts as coupled to a class when its steps held at least this much of the class's prefill.
 COUPLED_NS = 1_000_000

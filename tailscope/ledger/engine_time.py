@@ -11,9 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailscope.ledger.cost import CostModel, fit
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from tailscope.stats import Floats, Ints
 
 #: Steps whose KV cache is at least this full cannot admit a request of ordinary size.
 KV_FULL = 0.9

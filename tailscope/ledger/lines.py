@@ -7,12 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from tailscope.stats import Floats, Ints
 from tailscope.store import Trace
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 #: component -> what it means; the order is the order of a request's life.
 COMPONENTS: dict[str, str] = {

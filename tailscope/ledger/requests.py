@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailscope.ledger.engine_time import Prefills, Steps
-from tailscope.ledger.lines import Floats, Ints
+from tailscope.stats import Floats, Ints
 from tailscope.store import Trace
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from tailscope.ledger.engine_time import EngineTime, Place
-from tailscope.ledger.lines import Floats, Ints, Parts
+from tailscope.ledger.lines import Parts
 from tailscope.ledger.requests import Requests
+from tailscope.stats import Floats, Ints
 from tailscope.store import Trace
 
 #: At most this many preemptions of a request are placed in time.
