@@ -41,6 +41,9 @@ class Options:
     attributes: Attributes = field(default_factory=Attributes)
     log_tz: tzinfo | None = None
     hash_ids: bool = False
+    #: Rank of profiles that do not say it.
+    rank: int | None = None
+    python_stacks: bool = False
 
 
 @dataclass
