@@ -15,13 +15,25 @@ import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tailscope.collectors import _kineto_names as names
-from tailscope.collectors._kineto_spool import NONE, PHASE_INDEX, Spool
-from tailscope.collectors._kineto_timeline import Intervals, Ints
 from tailscope.schema import RANK_EVENTS
 
+from . import _kineto_names as names
+from ._kineto_spool import NONE, PHASE_INDEX, Spool
+from ._kineto_timeline import Intervals, Ints
+
 #: Columns of `rank_events` that only collectives have.
-_COLUMNS = ("collective", "group", "group_size", "seq", "bytes_in", "bytes_out", "in_split", "out_split", "tokens", "dtype")
+_COLUMNS = (
+    "collective",
+    "group",
+    "group_size",
+    "seq",
+    "bytes_in",
+    "bytes_out",
+    "in_split",
+    "out_split",
+    "tokens",
+    "dtype",
+)
 DISPATCH, COMBINE, EXPERT, ATTENTION, COLLECTIVE = (
     PHASE_INDEX[phase] for phase in ("dispatch", "combine", "expert", "attention", "collective")
 )
@@ -65,7 +77,7 @@ def _told(rows: pa.Table) -> list[_Told]:
     told = []
     columns = (rows[c].to_pylist() for c in ("name", "on_gpu", "collective", "args"))
     for name, on_gpu, collective, text in zip(*columns, strict=True):
-        args = orjson.loads(text) if text else {}
+        args = _read(text or "{}")
         args = args if isinstance(args, dict) else {}
         said = {ours: args.get(key) for ours, (key, _) in _SAID.items()}
         known = {ours: v for ours, v in said.items() if type(v) is _SAID[ours][1] and not _beyond(v)}
@@ -82,6 +94,14 @@ def _told(rows: pa.Table) -> list[_Told]:
             )
         )
     return told
+
+
+def _read(text: str) -> Any:
+    """JSON, None where it is none or nested beyond what can be read."""
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return None
 
 
 def _beyond(value: Any) -> bool:
@@ -103,7 +123,9 @@ class Collectives:
         self._starts = np.asarray(mine["start_ns"].to_numpy(), np.int64)
         self._on_gpu = np.asarray(mine["on_gpu"].to_numpy(), bool)
         call = calls.around(np.where(launch >= 0, launch, self._starts))
-        self._kinds = [_kind(row, calls.rows[c] if c >= 0 else None) for row, c in zip(rows, call.tolist(), strict=True)]
+        self._kinds = [
+            _kind(row, calls.rows[c] if c >= 0 else None) for row, c in zip(rows, call.tolist(), strict=True)
+        ]
         for kind in {k for k, gpu in zip(self._kinds, self._on_gpu, strict=True) if k and not gpu}:
             of_kind = np.array([k == kind for k in self._kinds]) & ~self._on_gpu
             chosen = np.flatnonzero(of_kind)[np.argsort(self._starts[of_kind], kind="stable")]
@@ -111,7 +133,10 @@ class Collectives:
         for i in _sends(rows, self._starts):
             self._kinds[i] = None
         self._phases = self._told_phases(spool, np.asarray(mine["phase"].to_numpy(), np.int64))
-        said = [_said(row, k, calls.rows[c] if c >= 0 else None) for row, k, c in zip(rows, self._kinds, call.tolist(), strict=True)]
+        said = [
+            _said(row, k, calls.rows[c] if c >= 0 else None)
+            for row, k, c in zip(rows, self._kinds, call.tolist(), strict=True)
+        ]
         # The last entry is for events that are no collective.
         records = [{"collective": k, **s} for k, s in zip(self._kinds, said, strict=True)]
         self._table = pa.Table.from_pylist(
@@ -186,7 +211,9 @@ class Calls:
         recorded = [row.name == "record_param_comms" and row.kind is not None for row in self.rows]
         self._recorded = np.flatnonzero(np.array(recorded, bool))
         self._annotated = np.flatnonzero(np.array([row.name.startswith("nccl:") for row in self.rows], bool))
-        kinds = [names.collective_kind(row.name) if row.name.startswith("c10d::") else None for row in self.rows]
+        kinds = [
+            names.collective_kind(row.name) if row.name.startswith("c10d::") else None for row in self.rows
+        ]
         self._enqueued = {
             kind: np.flatnonzero(np.array([k == kind for k in kinds], bool)) for kind in set(kinds) if kind
         }
@@ -225,7 +252,9 @@ def _kind(row: _Told, call: _Told | None) -> str | None:
 
 def _sends(rows: list[_Told], starts: Ints) -> list[int]:
     """Of DeepEP's low-latency kernels that come in pairs the first, which sends; the second waits."""
-    chosen = sorted((i for i, row in enumerate(rows) if names.is_low_latency(row.name)), key=lambda i: int(starts[i]))
+    chosen = sorted(
+        (i for i, row in enumerate(rows) if names.is_low_latency(row.name)), key=lambda i: int(starts[i])
+    )
     sends: list[int] = []
     at = 0
     while at + 1 < len(chosen):
@@ -248,11 +277,11 @@ def _said(row: _Told, kind: str | None, call: _Told | None) -> dict[str, Any]:
     bytes_out = known.elements_out * width if known.elements_out is not None and width else None
     received, sent = numbers_in(known.out_split), numbers_in(known.in_split)
     if bytes_in is None and width and known.shapes:
-        bytes_in = prod(known.shapes[0]) * width
+        bytes_in = _bytes(known.shapes[0], width)
     if call is not None and call.name.startswith("c10d::") and kind == "all_to_all":
         received, sent = received or numbers_in(call.splits[0]), sent or numbers_in(call.splits[1])
         if bytes_out is None and len(call.shapes) == 2 and width:
-            bytes_out = prod(call.shapes[0]) * width
+            bytes_out = _bytes(call.shapes[0], width)
     if bytes_out is None and kind == "all_reduce":
         bytes_out = bytes_in
     return {
@@ -268,15 +297,17 @@ def _said(row: _Told, kind: str | None, call: _Told | None) -> dict[str, Any]:
     }
 
 
+def _bytes(shape: tuple[int, ...], width: int) -> int | None:
+    size = prod(shape) * width
+    return None if _beyond(size) else size
+
+
 @lru_cache(maxsize=65_536)
 def numbers_in(text: str | None) -> tuple[int, ...] | None:
     """The numbers of a list as text, `[80, 61]`; None for an empty list and for what is none."""
-    try:
-        values = orjson.loads(text or "null")
-    except orjson.JSONDecodeError:
-        return None
-    if isinstance(values, list) and values and all(type(v) is int and v >= 0 for v in values):
-        return tuple(values)
+    values = _read(text or "null")
+    if isinstance(values, list) and values and all(type(v) is int and not _beyond(v) for v in values):
+        return tuple(values) if not _beyond(sum(values)) else None
     return None
 
 

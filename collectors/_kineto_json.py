@@ -1,9 +1,9 @@
 """The events of a Kineto trace as Arrow arrays of JSON texts, a piece of the file at a time.
 
 A trace is one JSON object; its `traceEvents` array holds nearly all of it. The array is cut where `}` `,` `{` follow
-each other, which is between events or, rarely, inside one (in a list of objects, in a name). What was cut
-wrongly is no valid JSON, and valid pieces joined by commas can be read in no other way: so a cut that
-parses is right, and only what does not parse is looked at character by character.
+each other, which is between events or, rarely, inside one (in a list of objects, in a name). An event that was cut
+begins with a text that is no valid JSON, and texts that are valid can be read in no other way: so only what does not
+parse, and what follows it, is looked at character by character.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -29,7 +29,12 @@ LONGEST = MAX_LINE
 MOST_LOOKED_AT = 1 << 30
 #: Pieces that an event may have been cut in.
 MOST_PIECES = 64
-BRACE, COMMA, SPACE = b"{,\x20"
+#: `RETURN` takes the place of the comma after an event. It is space in JSON, and no string may hold it: so where a
+#: name was cut, its comma can be put back.
+BRACE, COMMA, RETURN = b"{,\r"
+SPACE = " \t\r\n"
+#: Bytes after a bracket that mostly tell already whether it closes the array.
+GLANCE = 4_096
 #: Accepts what strict JSON does not: raw control characters in strings.
 LENIENT = json.JSONDecoder(strict=False)
 
@@ -62,6 +67,7 @@ class TraceEvents:
                     done, text = self._closes(stream, text, cuts, int(end))
                     if done:
                         yield from self._events(text[: end - 1], cuts[cuts < end])
+                        self._tail(text[end:])
                         return
                 if not piece:
                     yield from self._unfinished(text, cuts)
@@ -84,8 +90,12 @@ class TraceEvents:
                 what = "no traceEvents in it" if text.lstrip().startswith(b"{") else "not a JSON object"
                 raise BadInput(f"not a torch profiler trace: {what}", todo="Export it with torch.profiler")
             text += piece
-        self._learn(text[: found.start()] + b'"traceEvents":0}')
-        return text[found.end() :]
+        if not self._learn(text[: found.start()] + b'"traceEvents":0}'):
+            self._source.tally.reject("metadata before the events that is not valid JSON")
+        held = text[found.end() :]
+        while not held.strip() and (piece := stream.read(PIECE)):
+            held = piece
+        return held
 
     def _learn(self, text: bytes) -> bool:
         """Take in metadata; whether the text was a JSON object."""
@@ -99,53 +109,61 @@ class TraceEvents:
         return True
 
     def _tail(self, text: bytes) -> None:
-        if not self._learn(b'{"traceEvents":0' + text):
+        """Take in the metadata behind the array."""
+        whole = '{"traceEvents":0' + text.decode("latin-1")
+        try:
+            _, used = LENIENT.raw_decode(whole)
+        except (ValueError, RecursionError):
+            used = len(whole)
+        if not self._learn(whole[:used].encode("latin-1")):
             self._source.tally.reject("file ends in the metadata after the events")
+        elif whole[used:].strip():
+            self._source.tally.reject("something follows the end of the trace")
 
     def _closes(self, stream: IO[bytes], text: bytes, cuts: Any, end: int) -> tuple[bool, bytes]:
         """Whether the bracket before `end` closes the array: what follows then completes the object.
 
         Returns the text too, to which more may have been read.
         """
+        glance = text[end : end + GLANCE].lstrip()
+        if glance and not glance.startswith((b",", b"}")):
+            return False, text
+        _, after = _object(glance)
+        if after.startswith(("}", ",", "]")):
+            return False, text
         first = int(cuts[cuts < end].max(initial=0))
         self._looked_at += end - first
         if self._looked_at > MOST_LOOKED_AT:
             raise BadInput("not a torch profiler trace: lists of objects nested in events without end")
         try:
-            event = LENIENT.decode(text[first : end - 1].decode("utf-8", "replace"))
+            last = LENIENT.decode(text[first : end - 1].decode("latin-1"))
         except (ValueError, RecursionError):
-            return False, text
-        if not isinstance(event, dict) or not isinstance(event.get("ph"), str):
-            return False, text
-        whole = False
+            last = None
+        # A list within an event, or a name, can look like the end too.
+        sure = isinstance(last, dict) and isinstance(last.get("ph"), str)
         while True:
-            rest = '{"traceEvents":0' + text[end:].decode("utf-8", "replace")
-            try:
-                _, used = LENIENT.raw_decode(rest)
-            except (ValueError, RecursionError):
-                used = 0
-            if used and rest[used:].strip():
+            whole, after = _object(text[end:])
+            if after.startswith(("}", ",", "]")) or (whole is False and not sure):
                 return False, text
-            if whole or len(text) - end > LONGEST:
-                if not used and b'"ph"' in text[end:]:
-                    return False, text
-                self._tail(text[end:])
-                return True, text
-            more = stream.read(PIECE)
-            whole = not more
+            if after:
+                return sure, text
+            more = b"" if len(text) - end > LONGEST else stream.read(PIECE)
+            if not more:
+                return whole is True or (sure and b'"ph"' not in text[end:]), text
             text += more
 
     def _unfinished(self, text: bytes, cuts: Any) -> Iterator[pa.Array[Any]]:
-        """The last events of a file that ends before the array does."""
+        """The last events of a file whose array does not end with an event, or not at all."""
         last = int(cuts[-1]) if len(cuts) else 0
-        self._source.tally.reject("file ends in the middle of the events")
-        try:
-            LENIENT.decode(text[last:].decode("utf-8", "replace"))
-        except (ValueError, RecursionError):
-            if last:
-                yield from self._events(text[:last], cuts[:-1], open_end=True)
-        else:
-            yield from self._events(text, cuts)
+        used, tail = _entries(text[last:])
+        if tail is None:
+            self._source.tally.reject("file ends in the middle of the events")
+        if used:
+            yield from self._events(text[: last + used], cuts)
+        elif last:
+            yield from self._events(text[:last], cuts[:-1], open_end=True)
+        if tail is not None:
+            self._tail(tail)
 
     def _events(self, text: bytes, cuts: Any, open_end: bool = False) -> Iterator[pa.Array[Any]]:
         """Texts of events; `cuts` are where all but the first begin. With `open_end` a comma follows the last."""
@@ -157,37 +175,100 @@ class TraceEvents:
         comma = starts - 1
         while (other := codes[comma] != COMMA).any():
             comma[other] -= 1
-        codes[comma] = SPACE
+        codes[comma] = RETURN
         offsets = np.concatenate([[0], cuts, [len(text)]]).astype(np.int32)
         texts: Any = pa.StringArray.from_buffers(len(offsets) - 1, pa.py_buffer(offsets), pa.py_buffer(clean))
         try:
             texts.validate(full=True)
         except pa.ArrowInvalid:
-            texts = pa.array([t.decode("utf-8", "replace") for t in texts.cast(pa.binary()).to_pylist()])
-            self._source.tally.blank("bytes that are not UTF-8, replaced")
+            raw = texts.cast(pa.binary()).to_pylist()
+            read = [text.decode("utf-8", "replace") for text in raw]
+            odd = sum(text.encode() != was for text, was in zip(read, raw, strict=True))
+            self._source.tally.blank("bytes that are not UTF-8, replaced", count=odd)
+            texts = pa.array(read)
         yield texts
 
 
-def mend(texts: list[str]) -> tuple[str | None, int]:
-    """The event that begins with a text that is no JSON as it stands, and how many of the texts it takes.
+def _object(tail: bytes) -> tuple[bool | None, str]:
+    """Reads what may complete the trace's object: (whether it does, what comes then); (None, "") where it is cut short."""
+    text = '{"traceEvents":0' + tail.decode("latin-1")
+    try:
+        _, used = LENIENT.raw_decode(text)
+    except json.JSONDecodeError as error:
+        return (None if _is_cut(error, text) else False), ""
+    except (ValueError, RecursionError):
+        return False, ""
+    return True, text[used:].strip()
+
+
+def _is_cut(error: json.JSONDecodeError, text: str) -> bool:
+    """Whether the text is valid as far as it goes. A literal or an escape that was cut begins a little earlier."""
+    return error.pos >= len(text.rstrip()) - len("Infinity") or error.msg.startswith("Unterminated")
+
+
+def _entries(text: bytes) -> tuple[int, bytes | None]:
+    """Reads entries of the array: (where the last whole one ends, what follows the array).
+
+    None for the latter where the text ends before, or the array could only end behind an event: that was
+    looked for already.
+    """
+    entries = text.decode("latin-1")
+    at, used, last = 0, 0, None
+    while True:
+        at = _after_space(entries, at)
+        if entries.startswith("]", at) and not isinstance(last, dict):
+            return used, text[at + 1 :]
+        try:
+            last, used = LENIENT.raw_decode(entries, at)
+        except (ValueError, RecursionError):
+            return used, None
+        at = _after_space(entries, used)
+        if entries.startswith(",", at):
+            at, last = at + 1, None
+
+
+def _after_space(text: str, at: int) -> int:
+    while text[at : at + 1] in tuple(SPACE):
+        at += 1
+    return at
+
+
+class Mended(NamedTuple):
+    """What texts hold that are no events as they stand: events, entries that are none, and how many texts that took."""
+
+    events: list[str]
+    others: int
+    used: int
+
+
+def mend(texts: list[str]) -> Mended | None:
+    """What begins with the first of the texts, which is no event as it stands.
 
     An event cut in pieces is put together again; raw control characters and half surrogate pairs are let pass.
-    None where there is no such event: then one text is lost.
+    None where nothing can be read; `used` is 0 where more texts are needed to tell.
     """
     joined = ""
     for used, text in enumerate(texts, 1):
-        joined += ("," if joined else "") + text
+        joined = _joined(joined, text) if used > 1 else text
         try:
-            event = LENIENT.decode(joined)
+            entries = LENIENT.decode(f"[{joined}]")
+            events = [_strict(entry) for entry in entries if isinstance(entry, dict)]
         except json.JSONDecodeError as error:
-            cut = error.pos >= len(joined.rstrip()) or error.msg.startswith("Unterminated")
-            if not cut:
-                break
+            if not _is_cut(error, joined):
+                return None
         except (ValueError, RecursionError):
-            break
+            return None
         else:
-            return (_strict(event), used) if isinstance(event, dict) else (None, 1)
-    return None, 1
+            return Mended(events, len(entries) - len(events), used)
+    return Mended([], 0, 0)
+
+
+def _joined(before: str, after: str) -> str:
+    """Two texts with the comma between them that cutting took."""
+    end = len(before.rstrip(SPACE))
+    space = before[end:]
+    # With more than one the text was cut between objects, where a comma may stand anywhere.
+    return before[:end] + (space.replace("\r", ",") if space.count("\r") == 1 else space + ",") + after
 
 
 def _strict(event: dict[str, Any]) -> str:

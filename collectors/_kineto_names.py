@@ -10,12 +10,12 @@ PHASES = ("dispatch", "expert", "combine", "router", "attention", "moe", "collec
 
 # -- steps -------------------------------------------------------------------------------------
 
-_VLLM = re.compile(r"execute_context_(\d+)\((\d+)\)_generation_(\d+)\((\d+)\)$")
+_VLLM = re.compile(r"execute_context_(\d{1,9})\((\d{1,9})\)_generation_(\d{1,9})\((\d{1,9})\)$")
 _VLLM_DETAILED = re.compile(
-    r"execute_\d+_context_(\d+)\(sq(\d+)sk\d+sqsq\d+sqsk\d+\)_generation_(\d+)\(sq(\d+)sk\d+sqsq\d+sqsk\d+\)$"
+    r"execute_\d+_context_(\d{1,9})\(sq(\d{1,9})sk\d+sqsq\d+sqsk\d+\)_generation_(\d{1,9})\(sq(\d{1,9})sk\d+sqsq\d+sqsk\d+\)$"
 )
-_VLLM_012 = re.compile(r"execute_new_(\d+)_cached_(\d+)$")
-_SGLANG = re.compile(r"step\[(\w+)((?: \w+=\d+)*)\]$")
+_VLLM_012 = re.compile(r"execute_new_(\d{1,9})_cached_(\d{1,9})$")
+_SGLANG = re.compile(r"step\[(\w+)((?: \w+=\d{1,9})*)\]$")
 _TORCH = re.compile(r"ProfilerStep#(\d+)$")
 #: torch's own grammar: it numbers steps of a schedule, whatever they hold.
 TORCH_GRAMMAR = 2
@@ -69,10 +69,28 @@ _ANNOTATED = (
 )
 #: Ops and kernels: symbols hold many words, so each pattern is of one library. The first that matches.
 _EXECUTED = (
-    ("dispatch", re.compile(r"deep_ep::.*dispatch|(?:internode|intranode|internode_ll)::(?:cached_)?(?:notify_)?dispatch")),
-    ("dispatch", re.compile(r"Ep(?:Low)?\w*Dispatch\w*Kernel|moe_?a2a_?dispatch|moeA2ADispatch|nixl_ep.*dispatch", re.I)),
-    ("combine", re.compile(r"deep_ep::.*combine|(?:internode|intranode|internode_ll)::(?:cached_)?(?:notify_)?combine")),
-    ("combine", re.compile(r"Ep(?:Low)?\w*Combine\w*Kernel|moe_?a2a_?combine|moeA2ACombine|nixl_ep.*combine", re.I)),
+    (
+        "dispatch",
+        re.compile(
+            r"deep_ep::.*dispatch|(?:internode|intranode|internode_ll)::(?:cached_)?(?:notify_)?dispatch"
+        ),
+    ),
+    (
+        "dispatch",
+        re.compile(
+            r"Ep(?:Low)?\w*Dispatch\w*Kernel|moe_?a2a_?dispatch|moeA2ADispatch|nixl_ep.*dispatch", re.I
+        ),
+    ),
+    (
+        "combine",
+        re.compile(
+            r"deep_ep::.*combine|(?:internode|intranode|internode_ll)::(?:cached_)?(?:notify_)?combine"
+        ),
+    ),
+    (
+        "combine",
+        re.compile(r"Ep(?:Low)?\w*Combine\w*Kernel|moe_?a2a_?combine|moeA2ACombine|nixl_ep.*combine", re.I),
+    ),
     (
         "router",
         re.compile(
@@ -127,7 +145,12 @@ def layer_of(name: str) -> int | None:
 # -- collectives -------------------------------------------------------------------------------
 
 _KINDS = (
-    ("all_reduce", re.compile(r"all_?reduce|cross_device_reduce|one_?shot_all|two_?shot_all|multimem_all|quick_?reduce", re.I)),
+    (
+        "all_reduce",
+        re.compile(
+            r"all_?reduce|cross_device_reduce|one_?shot_all|two_?shot_all|multimem_all|quick_?reduce", re.I
+        ),
+    ),
     ("reduce_scatter", re.compile(r"reduce_?scatter", re.I)),
     ("all_gather", re.compile(r"all_?gather", re.I)),
     ("all_to_all", re.compile(r"all_?to_?all", re.I)),
@@ -143,12 +166,15 @@ _COMMUNICATION = re.compile(
     r"quick_?(?:all_?)?reduce|allreduce_fusion|deep_ep::|(?:internode|intranode|internode_ll)::"
 )
 #: Helpers of DeepEP that move nothing between ranks.
-_LOCAL = re.compile(r"get_dispatch_layout|clean_low_latency_buffer|cached_notify|copy_epilogue|reduce_epilogue")
+_LOCAL = re.compile(
+    r"get_dispatch_layout|clean_low_latency_buffer|cached_notify|copy_epilogue|reduce_epilogue"
+)
 KINDS = (*(kind for kind, _ in _KINDS), "unknown")
 KIND_INDEX = {kind: index for index, kind in enumerate(KINDS)}
 #: The CPU side of a collective.
 CALL = re.compile(r"record_param_comms$|nccl:|c10d::|gloo:")
 GLOO = re.compile(r"gloo:(\w+)$")
+
 
 @lru_cache(maxsize=65_536)
 def collective_kind(name: str) -> str | None:
@@ -167,7 +193,9 @@ def kernel_collective(name: str) -> str | None:
     if executed_phase(name) in ("dispatch", "combine"):
         return "barrier" if "notify" in name else "all_to_all"
     # An argument type may name another operation; the symbol comes first.
-    return collective_kind(name.split("(")[0].split("<")[0]) or "unknown"
+    return (
+        collective_kind(name.replace("(anonymous namespace)::", "").split("(")[0].split("<")[0]) or "unknown"
+    )
 
 
 def is_low_latency(name: str) -> bool:
@@ -177,7 +205,9 @@ def is_low_latency(name: str) -> bool:
 
 #: Bytes of an element by c10d's and the profiler's names of types.
 ELEMENT_BYTES = {
-    **dict.fromkeys(("Byte", "Char", "Bool", "unsigned char", "signed char", "bool", "Float8_e4m3fn", "Float8_e5m2"), 1),
+    **dict.fromkeys(
+        ("Byte", "Char", "Bool", "unsigned char", "signed char", "bool", "Float8_e4m3fn", "Float8_e5m2"), 1
+    ),
     **dict.fromkeys(("Half", "BFloat16", "Short", "c10::Half", "c10::BFloat16", "short"), 2),
     **dict.fromkeys(("Float", "Int", "float", "int"), 4),
     **dict.fromkeys(("Double", "Long", "ComplexFloat", "double", "long int", "long"), 8),
@@ -193,14 +223,14 @@ TELLING = (
 
 # -- ranks -------------------------------------------------------------------------------------
 
-_COORDINATES = re.compile(r"(?:^|[_-])(dp|pp|tp|ep|dcp|pcp)-?(\d+)(?=[_.-]|$)", re.I)
-_RANK = re.compile(r"(?:^|[^a-z])(?:rank|worker)[-_]?(\d+)(?!\d)", re.I)
+_COORDINATES = re.compile(r"(?:^|[_-])(dp|pp|tp|ep|dcp|pcp)-?(\d{1,9})(?=[_.-]|$)", re.I)
+_RANK = re.compile(r"(?:^|[^a-z])(?:rank|worker)[-_]?(\d{1,9})(?!\d)", re.I)
 _EXPORTED = re.compile(r"\.(\d{13}|\d{16}|\d{19})\.pt\.trace")
 
 
 def coordinates_of(file_name: str) -> dict[str, int]:
     """dp, pp, tp, ep and so on from a file name of vLLM (`dp1_pp0_tp0_…`) or SGLang (`-TP-0-DP-1`)."""
-    return {key.lower(): int(value) for key, value in _COORDINATES.findall(file_name.split(".")[0])}
+    return {key.lower(): int(value) for key, value in _COORDINATES.findall(file_name)}
 
 
 def rank_in_name(file_name: str) -> int | None:

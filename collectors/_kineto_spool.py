@@ -7,6 +7,7 @@ only the few that say something of others are kept at hand (`told`).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -17,9 +18,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tailscope.collectors import _kineto_json as kineto_json
-from tailscope.collectors import _kineto_names as names
 from tailscope.source import Tally
+
+from . import _kineto_json as kineto_json
+from . import _kineto_names as names
 
 #: Texts handed to a thread of DuckDB's at a time, and rows taken back.
 TEXTS, ROWS = 16_384, 65_536
@@ -46,8 +48,12 @@ def _quoted(fields: dict[str, str]) -> str:
 
 
 _SHAPE = f'{{{_quoted(_FIELDS)},"args":{{{_quoted(_ARGS)}}}}}'
-#: µs to ns. Below 2^43 µs, where torch's times since its base lie, a float is right to half a ns; its product is not.
-_NS = "TRY_CAST(trunc({0}) AS BIGINT) * 1000 + TRY_CAST(round(({0} - trunc({0})) * 1000) AS BIGINT)"
+#: µs to ns, NULL beyond what a table holds. Below 2^43 µs, where torch's times since its base lie, a float is right to
+#: half a ns; its product is not.
+_NS = (
+    "CASE WHEN {0} BETWEEN -9e15 AND 9e15 "
+    "THEN CAST(trunc({0}) AS BIGINT) * 1000 + CAST(round(({0} - trunc({0})) * 1000) AS BIGINT) END"
+)
 _TEXTS = pa.schema([("number", pa.int64()), ("event", pa.string())])
 _READ = f"""
 SELECT number, e IS NULL AS broken, CASE WHEN e.ph IS NULL THEN event END AS unread, e.ph, e.cat AS category, coalesce(e.name, '') AS name, e.tid AS thread,
@@ -86,7 +92,16 @@ class Spool:
         self._connection = duckdb.connect(config={"memory_limit": "256MB"})
         self._writer: pa.RecordBatchStreamWriter | None = None
         self._tally, self._python_stacks = tally, python_stacks
-        self._unread: list[tuple[int, str, bool]] = []
+        #: Texts on their way through DuckDB, each array with the number of its first; how many texts were read.
+        self._texts: deque[tuple[int, pa.Array[Any]]] = deque()
+        self._read = 0
+        self._all_read = False
+        self._failure: Exception | None = None
+        #: Rows that wait for texts not yet read.
+        self._held: pa.Table | None = None
+        #: Number of the last text that was a piece of an event.
+        self._taken_to = 0
+        self._spare = 0
         self._told: list[pa.Table] = []
         self._launches: list[pa.Table] = []
         self._marks: list[pa.Table] = []
@@ -102,62 +117,110 @@ class Spool:
 
     def fill(self, events: Iterable[pa.Array[Any]]) -> bool:
         """Take in all events, JSON texts; tally those that are not kept. False where none was kept."""
-        for rows in self._parse(_numbered(events)):
+        for rows in self._parse(self._connection, self._numbered(events)):
             self._add(rows)
-        self._mend()
+        if self._failure:
+            raise self._failure
+        if self._held:
+            held, self._held = self._held, None
+            self._add(held)
         return self._finish()
 
-    def _parse(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
+    def _numbered(self, events: Iterable[pa.Array[Any]]) -> Iterator[pa.RecordBatch]:
+        try:
+            for texts in events:
+                first = self._read + 1
+                self._texts.append((first, texts))
+                self._read += len(texts)
+                numbers = pa.array(np.arange(first, first + len(texts)))
+                yield from pa.Table.from_arrays([numbers, texts], schema=_TEXTS).to_batches(TEXTS)
+        except Exception as error:
+            # DuckDB would make another error of it.
+            self._failure = error
+        self._all_read = True
+
+    def _parse(
+        self, connection: duckdb.DuckDBPyConnection, batches: Iterator[pa.RecordBatch]
+    ) -> Iterator[pa.Table]:
         texts = pa.RecordBatchReader.from_batches(_TEXTS, batches)
-        self._connection.register("texts", texts)
+        connection.register("texts", texts)
         unwanted = "('Trace')" if self._python_stacks else "('Trace', 'python_function')"
-        for batch in self._connection.sql(_READ.format(unwanted=unwanted, shape=_SHAPE)).to_arrow_reader(ROWS):
+        for batch in connection.sql(_READ.format(unwanted=unwanted, shape=_SHAPE)).to_arrow_reader(ROWS):
             yield pa.Table.from_batches([batch])
-        self._connection.unregister("texts")
+        connection.unregister("texts")
 
     def _add(self, rows: pa.Table) -> None:
-        unread = pc.is_valid(rows["unread"])
-        if pc.any(unread).as_py():
-            odd = rows.filter(unread)
-            found = zip(*(odd[c].to_pylist() for c in ("number", "unread", "broken")), strict=True)
-            for number, text, broken in found:
-                if self._unread and number != self._unread[-1][0] + 1:
-                    self._mend()
-                self._unread.append((number, text, broken))
-            rows = rows.filter(pc.invert(unread))
+        if self._held:
+            rows, self._held = pa.concat_tables([self._held, rows]), None
+        if rows["unread"].null_count < rows.num_rows or rows["number"][0].as_py() <= self._taken_to:
+            rows = self._mended(rows)
+        if not rows.num_rows:
+            return
+        done = rows["number"][-1].as_py()
+        while self._texts and self._texts[0][0] + len(self._texts[0][1]) <= done:
+            self._texts.popleft()
         kept = rows.filter(rows["kept"])
         if kept.num_rows < rows.num_rows:
             self._count(rows.filter(pc.invert(rows["kept"])))
         if kept.num_rows:
             self._write(kept.drop_columns(["broken", "unread", "ph", "kept"]))
 
-    def _mend(self) -> None:
-        """Put events together again that were cut in pieces, which stand in a row; what is none is tallied."""
-        run, self._unread = self._unread, []
+    def _mended(self, rows: pa.Table) -> pa.Table:
+        """The rows with events put together again that were cut in pieces; what is none is tallied and left out.
+
+        A piece may look like an event, so all that an event takes is left out, in the next rows too. Rows that
+        need texts not yet read are held back.
+        """
+        numbers = rows["number"].to_numpy()
+        out = pc.is_valid(rows["unread"]).to_numpy(zero_copy_only=False) | (numbers <= self._taken_to)
         mended: list[tuple[int, str]] = []
-        at = 0
-        while at < len(run):
-            number, text, broken = run[at]
-            event, used = None, 1
-            if broken:
-                pieces = [piece for _, piece, _ in run[at : at + kineto_json.MOST_PIECES]]
-                event, used = kineto_json.mend(pieces)
-            if event is not None:
-                mended.append((number, event))
-            else:
-                what = "event that is not valid JSON" if broken else "entry of traceEvents that is no event"
-                self._tally.reject(what, f"event {number:,}")
-            at += used
-        if mended:
-            batch = pa.RecordBatch.from_pydict(
-                {"number": [n for n, _ in mended], "event": [text for _, text in mended]}, schema=_TEXTS
-            )
-            for rows in self._parse(iter([batch])):
+        for index in np.flatnonzero(out & (numbers > self._taken_to)).tolist():
+            number = int(numbers[index])
+            if number <= self._taken_to:
+                continue
+            if not rows["broken"][index].as_py():
+                self._tally.reject("entry of traceEvents that is no event", f"event {number:,}")
+                continue
+            pieces = self._texts_from(number)
+            found = kineto_json.mend(pieces)
+            if found and not found.used and len(pieces) < kineto_json.MOST_PIECES and not self._all_read:
+                self._held = rows.slice(index)
+                rows, out = rows.slice(0, index), out[:index]
+                break
+            if not found or not found.used:
+                self._tally.reject("event that is not valid JSON", f"event {number:,}")
+                continue
+            if found.others:
+                self._tally.reject("entry of traceEvents that is no event", f"event {number:,}", found.others)
+            for place, event in enumerate(found.events):
+                # Numbers tell events apart: of several in one text the others get some that no text has.
+                self._spare -= place >= found.used
+                mended.append((number + place if place < found.used else self._spare, event))
+            self._taken_to = number + found.used - 1
+            out[index : index + found.used] = True
+        return pa.concat_tables([rows.filter(pa.array(~out)), *self._read_alone(mended)]).sort_by("number")
+
+    def _texts_from(self, number: int) -> list[str]:
+        """The texts of an event and those that follow, as many as an event may have been cut in."""
+        found: list[str] = []
+        for first, texts in list(self._texts):
+            if first + len(texts) > number and len(found) < kineto_json.MOST_PIECES:
+                inside = max(number - first, 0)
+                found += texts.slice(inside, kineto_json.MOST_PIECES - len(found)).to_pylist()
+        return found
+
+    def _read_alone(self, events: list[tuple[int, str]]) -> Iterator[pa.Table]:
+        if not events:
+            return
+        batch = pa.RecordBatch.from_pydict(
+            dict(zip(_TEXTS.names, zip(*events, strict=True), strict=True)), _TEXTS
+        )
+        with self._connection.cursor() as connection:
+            for rows in self._parse(connection, iter([batch])):
                 read = pc.is_valid(rows["ph"])
-                lost = rows.num_rows - pc.sum(read).as_py()
-                if lost:
+                if lost := rows.num_rows - pc.sum(read).as_py():
                     self._tally.reject("entry of traceEvents that is no event", count=lost)
-                self._add(rows.filter(read))
+                yield rows.filter(read)
 
     def _count(self, dropped: pa.Table) -> None:
         groups = dropped.group_by(["ph", "category"]).aggregate([("number", "count"), ("number", "min")])
@@ -207,6 +270,19 @@ class Spool:
         self.starts = np.concatenate([s.to_numpy() for s in self._starts])
         return True
 
+    def keep_between(self, low_ns: int, high_ns: int, longest_ns: int) -> None:
+        """Let no event at another time, and none that lasts longer, say anything of others."""
+
+        def near(times: Any) -> Any:
+            return pc.and_(pc.greater_equal(times, low_ns), pc.less_equal(times, high_ns))
+
+        short = pc.less_equal(pc.fill_null(self.told["duration_ns"], 0), longest_ns)
+        self.told = self.told.filter(pc.and_(near(self.told["start_ns"]), short))
+        self.marks = self.marks.filter(near(self.marks["start_ns"]))
+        correlation, launched = self.launches
+        kept = (launched >= low_ns) & (launched <= high_ns)
+        self.launches = correlation[kept], launched[kept]
+
     def launch_of(self, rows: pa.Table) -> Any:
         """When each row was launched, ns; masked where it was not, or nothing says."""
         correlation = np.asarray(pc.fill_null(rows["correlation"], NONE))
@@ -224,14 +300,6 @@ class Spool:
         with pa.ipc.open_stream(str(self._path)) as reader:
             for batch in reader:
                 yield pa.Table.from_batches([batch])
-
-
-def _numbered(events: Iterable[pa.Array[Any]]) -> Iterator[pa.RecordBatch]:
-    read = 0
-    for texts in events:
-        numbers = pa.array(np.arange(read + 1, read + 1 + len(texts)))
-        read += len(texts)
-        yield from pa.Table.from_arrays([numbers, texts], schema=_TEXTS).to_batches(TEXTS)
 
 
 def _with_meaning(rows: pa.Table) -> pa.Table:

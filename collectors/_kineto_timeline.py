@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from tailscope.collectors import _kineto_names as names
-from tailscope.collectors._kineto_spool import NONE, Spool
+from . import _kineto_names as names
+from ._kineto_spool import NONE, Spool
 
 Ints = NDArray[np.int64]
 
@@ -99,7 +99,9 @@ class Timeline:
 
     def __init__(self, spool: Spool) -> None:
         rows = spool.told.append_column("row", pa.array(np.arange(spool.told.num_rows)))
-        rows = rows.sort_by([("start_ns", "ascending"), ("duration_ns", "descending"), ("number", "ascending")])
+        rows = rows.sort_by(
+            [("start_ns", "ascending"), ("duration_ns", "descending"), ("number", "ascending")]
+        )
         columns = ("name", "thread", "start_ns", "duration_ns", "on_gpu", "annotation")
         told = [
             (name, thread, start, start + (duration or 0), on_gpu, annotation)
@@ -107,21 +109,35 @@ class Timeline:
                 *(rows[c].to_pylist() for c in columns), strict=True
             )
         ]
-        annotations = [(n, thread, start, end) for n, thread, start, end, gpu, note in told if note and not gpu]
-        self.captures = [(start, n) for n, _, start, _, gpu, _ in told if not gpu and names.CAPTURING.match(n)]
+        annotations = [
+            (n, thread, start, end) for n, thread, start, end, gpu, note in told if note and not gpu
+        ]
+        self.captures = _outermost(
+            [(n, start, end) for n, _, start, end, gpu, _ in told if not gpu and names.CAPTURING.match(n)]
+        )
         candidates = [(names.step_of(name), thread, start, end) for name, thread, start, end in annotations]
         self.main_thread = _busiest(
             [(thread, end - start) for step, thread, start, end in candidates if step]
-            or [(thread, end - start) for name, thread, start, end in annotations if names.annotated_phase(name)]
+            or [
+                (thread, end - start)
+                for name, thread, start, end in annotations
+                if names.annotated_phase(name)
+            ]
         )
         self.steps = self._steps(
-            [(step, start, end) for step, thread, start, end in candidates if step and thread == self.main_thread]
+            [
+                (step, start, end)
+                for step, thread, start, end in candidates
+                if step and thread == self.main_thread
+            ]
         )
         self.step_times = Intervals(*_columns([(s.start_ns, s.end_ns) for s in self.steps], 2))
         self.surroundings = Surroundings(
             [(name, start, end) for name, thread, start, end in annotations if thread == self.main_thread]
         )
-        self.gpu_steps = self._gpu_steps([(n, start, end) for n, _, start, end, gpu, note in told if note and gpu])
+        self.gpu_steps = self._gpu_steps(
+            [(n, start, end) for n, _, start, end, gpu, note in told if note and gpu]
+        )
         self.marks = spool.marks.filter(spool.marks["layer_mark"])["start_ns"].to_numpy()
 
     def _steps(self, found: list[tuple[names.StepName, int, int]]) -> list[Step]:
@@ -159,8 +175,21 @@ class Timeline:
         if self.surroundings.layers_named or not len(self.marks) or not self.steps:
             return np.full(len(times_ns), NONE)
         before = np.searchsorted(self.marks, times_ns, side="right")
-        since = before - np.searchsorted(self.marks, self.step_times.start_ns[np.maximum(step, 0)], side="left")
+        since = before - np.searchsorted(
+            self.marks, self.step_times.start_ns[np.maximum(step, 0)], side="left"
+        )
         return np.where(step >= 0, since - 1, NONE)
+
+
+def _outermost(captures: list[tuple[str, int, int]]) -> list[tuple[int, str]]:
+    """(start, name) of captures by start, without the runtime's calls within annotated ones: those are the same."""
+    kept: list[tuple[int, str]] = []
+    lasts_to: int | None = None
+    for name, start, end in captures:
+        if lasts_to is None or start >= lasts_to:
+            kept.append((start, name))
+            lasts_to = end
+    return kept
 
 
 def _columns(rows: list[Any], width: int) -> list[Ints]:

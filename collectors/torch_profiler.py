@@ -13,13 +13,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tailscope.collectors import _kineto_names as names
-from tailscope.collectors._kineto_collectives import Collectives
-from tailscope.collectors._kineto_json import START, TraceEvents
-from tailscope.collectors._kineto_spool import NONE, Spool
-from tailscope.collectors._kineto_timeline import Ints, Timeline
 from tailscope.schema import EVENTS, ITERATIONS, PROFILES, RANK_EVENTS, Table
 from tailscope.source import INT64_MAX, Source
+
+from . import _kineto_names as names
+from ._kineto_collectives import Collectives
+from ._kineto_json import START, TraceEvents
+from ._kineto_spool import NONE, Spool
+from ._kineto_timeline import Ints, Timeline
 
 Item = TypeVar("Item")
 #: Times from here on are ns since the epoch and not since a base: 2001.
@@ -50,9 +51,7 @@ class Rank:
 class TorchProfiler:
     name = "torch_profiler"
     version = "1"
-    reads = (
-        "torch profiler traces in Kineto's JSON, one file a rank: vLLM's and SGLang's /start_profile, torch.profiler."
-    )
+    reads = "torch profiler traces in Kineto's JSON, one file a rank: vLLM's and SGLang's /start_profile, torch.profiler."
     tables = (PROFILES, RANK_EVENTS, ITERATIONS, EVENTS)
 
     def recognises(self, head: bytes, name: str) -> bool:
@@ -86,8 +85,11 @@ def _ahead(items: Iterable[Item]) -> Iterator[Item]:
 
 def _rows(source: Source, spool: Spool, metadata: dict[str, Any]) -> Iterator[tuple[Table, pa.Table]]:
     rank = _rank(source, metadata)
-    middle = int(np.median(spool.starts))
+    half = (len(spool.starts) - 1) // 2
+    middle = int(np.partition(spool.starts, half)[half])
     base = _base_ns(source, metadata, middle)
+    believable = max(middle - LONGEST_NS, -base), min(middle + LONGEST_NS, INT64_MAX // 2)
+    spool.keep_between(*believable, LONGEST_NS)
     timeline = Timeline(spool)
     if timeline.captures and not timeline.steps:
         source.tally.note("a profile of graph captures: it shows no step of the engine")
@@ -98,7 +100,6 @@ def _rows(source: Source, spool: Spool, metadata: dict[str, Any]) -> Iterator[tu
         yield ITERATIONS, _iterations(rank, timeline, base)
     if timeline.captures:
         yield EVENTS, _captures(rank, timeline, base)
-    believable = max(middle - LONGEST_NS, -base), min(middle + LONGEST_NS, INT64_MAX // 2)
     first, last, count = INT64_MAX, 0, 0
     for batch in spool.rows():
         near = _near(source, batch, *believable)
@@ -108,6 +109,8 @@ def _rows(source: Source, spool: Spool, metadata: dict[str, Any]) -> Iterator[tu
             last = max(last, pc.max(pc.add(rows["start_ns"], pc.fill_null(rows["duration_ns"], 0))).as_py())
             count += rows.num_rows
             yield RANK_EVENTS, rows
+    if not count:
+        return
     yield (
         PROFILES,
         PROFILES.batch(
@@ -132,7 +135,7 @@ def _base_ns(source: Source, metadata: dict[str, Any], middle: int) -> int:
     if middle >= ABSOLUTE_NS:
         return 0
     base = metadata.get("baseTimeNanoseconds")
-    if isinstance(base, int) and not isinstance(base, bool) and 0 <= base < INT64_MAX // 2:
+    if isinstance(base, int) and ABSOLUTE_NS <= base < INT64_MAX // 2:
         source.offset_ns = base
         return base
     source.clock = "profiler"
@@ -155,7 +158,11 @@ def _rank(source: Source, metadata: dict[str, Any]) -> Rank:
     told = metadata.get("distributedInfo")
     told = told if isinstance(told, dict) else {}
     coordinates = names.coordinates_of(source.name)
-    stated, named, size = _count(told.get("rank")), names.rank_in_name(source.name), _count(told.get("world_size"))
+    stated, named, size = (
+        _count(told.get("rank")),
+        names.rank_in_name(source.name),
+        _count(told.get("world_size")),
+    )
     rank = stated
     dp = coordinates.get("dp")
     if rank is not None and dp and size and named == rank and rank < size:
@@ -172,8 +179,8 @@ def _rank(source: Source, metadata: dict[str, Any]) -> Rank:
     return Rank(
         rank=rank,
         world_size=size,
-        host=host if isinstance(host, str) else None,
-        backend=backend if isinstance(backend, str) else None,
+        host=_text(host),
+        backend=_text(backend),
         groups=_groups(told.get("pg_config")),
         coordinates=coordinates,
     )
@@ -184,8 +191,13 @@ def _groups(told: Any) -> list[tuple[str, list[int]]]:
     for group in told if isinstance(told, list) else []:
         ranks = group.get("ranks") if isinstance(group, dict) else None
         if isinstance(ranks, list) and all(_count(r) is not None for r in ranks):
-            groups[str(group.get("pg_name"))] = ranks
+            groups[_text(str(group.get("pg_name"))) or ""] = ranks
     return sorted(groups.items())
+
+
+def _text(value: Any) -> str | None:
+    # JSON may hold half of a surrogate pair, a table may not.
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else None
 
 
 def _count(value: Any) -> int | None:

@@ -86,9 +86,18 @@ def ingest(
     hash_ids: Annotated[
         bool, typer.Option("--hash-ids", help="Store hashes of request ids, to share the trace.")
     ] = False,
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="Rank of torch profiles that do not say theirs.")
+    ] = None,
+    python_stacks: Annotated[
+        bool,
+        typer.Option(
+            "--python-stacks", help="Keep the Python stack frames of torch profiles; they are most of them."
+        ),
+    ] = False,
     config: ConfigOption = None,
 ) -> None:
-    """Read telemetry into a trace: OTLP spans, vLLM logs and stat-logger records, /metrics, client logs."""
+    """Read telemetry into a trace: OTLP spans, vLLM logs and stat-logger records, torch profiles, /metrics, client logs."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -98,7 +107,13 @@ def ingest(
     from tailscope.source import Options
 
     settings = configuration.load(config)
-    options = Options(attributes=settings.attributes, log_tz=_zone(log_tz), hash_ids=hash_ids)
+    options = Options(
+        attributes=settings.attributes,
+        log_tz=_zone(log_tz),
+        hash_ids=hash_ids,
+        rank=rank,
+        python_stacks=python_stacks,
+    )
     progress = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
     with progress:
         task = progress.add_task("ingest", total=None)
@@ -199,11 +214,24 @@ def rules(
         raise UsageError(f"no rule {name!r}; rules are {', '.join(known)}")
 
 
+class Example(StrEnum):
+    mixed_load = "mixed-load"
+    moe_straggler = "moe-straggler"
+
+
 @app.command()
 def demo(
+    example: Annotated[
+        Example | None, typer.Argument(help="The capture to diagnose; without one, all of them.")
+    ] = None,
     format: Annotated[Format, typer.Option(help="text for people, json for programs.")] = Format.text,
 ) -> None:
-    """Ingest and diagnose the capture of a real vLLM that ships with tailscope."""
+    """Ingest and diagnose the captures of a real vLLM that ship with tailscope."""
+    for chosen in [example] if example else Example:
+        _demo(chosen.value, format)
+
+
+def _demo(name: str, format: Format) -> None:
     import tempfile
     from dataclasses import replace
     from importlib.resources import as_file, files
@@ -213,10 +241,10 @@ def demo(
     from tailscope.source import Options
 
     with (
-        as_file(files("tailscope.examples").joinpath("mixed-load")) as capture,
+        as_file(files("tailscope.examples").joinpath(name)) as capture,
         tempfile.TemporaryDirectory() as folder,
     ):
-        trace = Path(folder) / "demo.parquet"
+        trace = Path(folder) / f"{name}.parquet"
         outcomes = run([capture], trace, config=Config(), options=Options())
         if format is Format.text:
             from tailscope.render.ingested import render

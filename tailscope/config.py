@@ -46,10 +46,11 @@ DEFAULT_CLASSES: tuple[RequestClass, ...] = (
 
 @dataclass(frozen=True)
 class SourceRule:
-    """`[[source]]`: files whose path matches the glob `path` belong to `instance`."""
+    """`[[source]]`: files whose path matches the glob `path` belong to `instance`; profiles among them are of `rank`."""
 
     path: str
-    instance: str
+    instance: str | None = None
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,12 @@ def parse(raw: Mapping[str, Any]) -> Config:
     sources = []
     for i, entry in enumerate(_tables(raw, "source")):
         place = f"[[source]] {i + 1}"
-        _known(entry, {"path", "instance"}, place)
-        sources.append(SourceRule(_text(entry, "path", place), _text(entry, "instance", place)))
+        _known(entry, {"path", "instance", "rank"}, place)
+        rank = entry.get("rank")
+        if rank is not None and (type(rank) is not int or rank < 0):
+            raise UsageError(f"{place} rank: must be a number from 0")
+        instance = _text(entry, "instance", place) if rank is None or "instance" in entry else None
+        sources.append(SourceRule(_text(entry, "path", place), instance, rank))
     # `class` in the file is `klass` in Python, where the word is taken.
     attributes = dict(_table(raw, "attributes"))
     _known(attributes, {f.name for f in fields(Attributes)} - {"klass"} | {"class"}, "[attributes]")

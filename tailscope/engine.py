@@ -18,6 +18,7 @@ from tailscope.ledger.contrast import MIN_REQUESTS, write_contrast
 from tailscope.ledger.coupling import write_coupling
 from tailscope.ledger.histogram import ALL, histogram_rows
 from tailscope.model import Check, ClassRow, Decision, Diagnosis, Finding, Rule, Verdict
+from tailscope.ranks.compared import write_ranks
 from tailscope.schema import TABLES
 from tailscope.store import Trace
 
@@ -43,6 +44,7 @@ def diagnose(trace: Trace, config: Config, scope: Scope | None = None) -> Diagno
         if slo.klass not in {c.name for c in config.classes} | {ALL, "unknown"}:
             names = ", ".join(c.name for c in config.classes)
             raise UsageError(f"objective for class {slo.klass!r}: no such class; there are {names} and {ALL}")
+    write_ranks(trace, scope)
     ledger = write_bills(trace, _token_budgets(trace))
     classes = write_contrast(trace, ledger, config.slos, scope.klass)
     if not any(row.n for row in classes):
@@ -154,7 +156,7 @@ def _verdict(
     if found:
         text = found[0].title
         if found[0].share_of_tail is not None:
-            metric = found[0].victims[0].detail.get("metric", "")
+            metric = next((v.detail["metric"] for v in found[0].victims if "metric" in v.detail), "")
             text += f": {found[0].share_of_tail:.0%} of the {metric} excess".replace("  ", " ")
         if len(found) > 1:
             text += f". Also: {found[1].title}"
@@ -196,6 +198,13 @@ def _verdict(
         )
     if trace.has("requests"):
         return Verdict("No request of the trace arrived in the window that was asked for.", "no-data", None)
+    judged = [check for check in checks if check.status in ("inconclusive", "clear")]
+    if judged:
+        undecided = [check for check in judged if check.status == "inconclusive"]
+        reasons = "; ".join(f"{check.rule}: {check.reason}" for check in undecided or judged)
+        return Verdict(
+            f"The trace holds no requests. {reasons}.", "inconclusive" if undecided else "nothing", None
+        )
     return Verdict("The trace holds no requests and no latency histograms.", "no-data", None)
 
 
@@ -209,7 +218,7 @@ def _largest_component(rows: Sequence[ClassRow]) -> tuple[str, bool]:
         f" The {row.metric} tail of class {row.klass} is {row.excess_s:.3g} s above typical, mostly {component}"
         f" ({seconds:.3g} s)."
     )
-    return text, component == "unexplained"
+    return text, component in ("unexplained", "pause")
 
 
 def _longest_steps(trace: Trace, ledger: Ledger) -> str:

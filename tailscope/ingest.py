@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal
@@ -101,7 +101,9 @@ class _Ingest:
             status: Status = "failed" if file.problem.startswith(UNREADABLE) else "skipped"
             message = f"{file.display}: {file.problem}" if status == "failed" else file.problem
             return Outcome(file.display, status, message)
-        source = Source(file.path, file.display, self._options)
+        rules = [rule for rule in self._config.sources if fnmatch(file.display, rule.path)]
+        rank = next((rule.rank for rule in rules if rule.rank is not None), self._options.rank)
+        source = Source(file.path, file.display, replace(self._options, rank=rank))
         try:
             content_hash = source.content_hash()
         except OSError as error:
@@ -109,9 +111,7 @@ class _Ingest:
         source_id = content_hash[:SOURCE_ID_DIGITS]
         if self._writer.knows(source_id):
             return Outcome(file.display, "known", KNOWN, file.collector.name)
-        given = self._instance or next(
-            (s.instance for s in self._config.sources if fnmatch(file.display, s.path)), None
-        )
+        given = self._instance or next((rule.instance for rule in rules if rule.instance), None)
         placed = _Placement(given, file.folder)
         self._writer.begin(source_id)
         try:

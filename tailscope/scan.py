@@ -17,10 +17,14 @@ SQL_TYPES = {
     "bool": "BOOLEAN",
     "list<item: double>": "DOUBLE[]",
     "list<element: double>": "DOUBLE[]",
+    "list<item: int64>": "BIGINT[]",
+    "list<element: int64>": "BIGINT[]",
     "list<item: string>": "VARCHAR[]",
     "list<element: string>": "VARCHAR[]",
     "map<string, string>": "MAP(VARCHAR, VARCHAR)",
     "map<string, int64>": "MAP(VARCHAR, BIGINT)",
+    "map<string, list<item: int64>>": "MAP(VARCHAR, BIGINT[])",
+    "map<string, list<element: int64>>": "MAP(VARCHAR, BIGINT[])",
 }
 _NUMBERS = {"TINYINT", "SMALLINT", "INTEGER", "BIGINT", "HUGEINT", "FLOAT", "DOUBLE"}
 _NUMBERS |= {f"U{name}" for name in _NUMBERS}

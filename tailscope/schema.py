@@ -160,7 +160,9 @@ ITERATIONS = Table(
     (
         *_instance(),
         Column("iteration", INT, "", "Index the engine gave the step; restarts with the engine."),
-        Column("rank", INT, "", "Rank whose profile shows the step; NULL where the engine itself told of it."),
+        Column(
+            "rank", INT, "", "Rank whose profile shows the step; NULL where the engine itself told of it."
+        ),
         Column("start_ns", INT, "ns", "Start of the step, where it was measured."),
         Column("end_ns", INT, "ns", "End of the step."),
         Column(

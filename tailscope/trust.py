@@ -20,7 +20,7 @@ SURVIVOR_WARN, SURVIVOR_FAIL = 0.0, 0.1
 
 def checks(trace: Trace, ledger: Ledger, classes: Sequence[ClassRow]) -> tuple[Trust, ...]:
     found = [_sample_size(classes), *_join_coverage(trace), _unknown_engine(ledger), _buckets(trace)]
-    found += [_survivorship(trace), _clocks(trace), _ledger(ledger), _rejects(trace)]
+    found += [_survivorship(trace), _clocks(trace), *_ranks(trace), _ledger(ledger), _rejects(trace)]
     return tuple(check for check in found if check is not None)
 
 
@@ -154,6 +154,69 @@ def _clocks(trace: Trace) -> Trust | None:
     return Trust(
         "clock-quality", "pass", f"client and engine clocks agree to {worst['error_ns'] / 1e6:.3g} ms"
     )
+
+
+def _ranks(trace: Trace) -> list[Trust]:
+    """Whether the profiles of a world are all there, their collectives and steps found again, their clocks known."""
+    if not trace.has("profiles"):
+        return []
+    found = []
+    windows = trace.rows(
+        'SELECT "window", any_value(world) AS world, any_value(world_size) AS world_size, any_value(missing) AS missing, '
+        "any_value(collectives) AS collectives, any_value(unmatched) AS unmatched, count(*) FILTER (WHERE NOT used) AS double "
+        'FROM rank_windows GROUP BY "window" ORDER BY "window"'
+    )
+    lacking = [w for w in windows if w["missing"]]
+    if lacking:
+        worst = max(lacking, key=lambda w: w["missing"])
+        text = f"{len(lacking)} of {len(windows)} profile window(s) lack ranks: {worst['missing']} of {worst['world_size']} in {worst['world']}"
+        found.append(Trust("rank-coverage", "warn", text))
+    double = sum(w["double"] for w in windows)
+    if double:
+        text = f"{double} profile(s) claim a rank that another has at that time; the larger counts. Runs mixed in one folder?"
+        found.append(Trust("rank-coverage", "warn", text))
+    [(nameless, captures)] = trace.connection.execute(
+        "SELECT count(*) FILTER (WHERE rank IS NULL), count(*) FILTER (WHERE captures > 0 AND coalesce(steps, 0) = 0) FROM profiles"
+    ).fetchall()
+    if nameless:
+        text = f"{nameless} profile(s) do not say their rank and were left out; ingest each with --rank"
+        found.append(Trust("rank-coverage", "warn", text))
+    if captures:
+        found.append(Trust("rank-coverage", "pass", f"{captures} profile(s) show graph captures, no steps"))
+    collectives, unmatched = (sum(w[c] for w in windows) for c in ("collectives", "unmatched"))
+    if collectives and max(w["world_size"] or 1 for w in windows) > 1:
+        text = f"collective → other ranks: {collectives - unmatched:,} of {collectives:,}"
+        found.append(
+            Trust(
+                "join-coverage", _graded(unmatched / collectives, 1 - COVERAGE_WARN, 1 - COVERAGE_FAIL), text
+            )
+        )
+    [(steps, placed, unlike)] = trace.connection.execute(
+        "SELECT (SELECT count(*) FROM iterations i JOIN rank_windows w ON w.source = i.source AND w.used AND i.rank IS NOT NULL), "
+        "count(*), count(*) FILTER (WHERE NOT alike) FROM rank_steps"
+    ).fetchall()
+    if steps and placed:
+        text = f"step of a profile → engine step: {placed:,} of {steps:,}" + (
+            f", {unlike:,} with another batch" if unlike else ""
+        )
+        found.append(
+            Trust(
+                "join-coverage",
+                _graded(1 - (placed - unlike) / steps, 1 - COVERAGE_WARN, 1 - COVERAGE_FAIL),
+                text,
+            )
+        )
+    clocks = trace.rows(
+        "SELECT basis, max(error_ns) AS error_ns, max(abs(offset_ns)) AS offset_ns FROM rank_clocks "
+        "WHERE basis <> 'none' GROUP BY basis ORDER BY error_ns DESC LIMIT 1"
+    )
+    if clocks and collectives:
+        clock = clocks[0]
+        text = f"clocks of the ranks are known to {clock['error_ns'] / 1e6:.3g} ms ({clock['basis']})"
+        if clock["offset_ns"] > clock["error_ns"]:
+            text += f"; up to {clock['offset_ns'] / 1e6:.3g} ms apart, taken off"
+        found.append(Trust("clock-quality", "pass", text))
+    return found
 
 
 def _ledger(ledger: Ledger) -> Trust | None:

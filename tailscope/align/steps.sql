@@ -22,6 +22,10 @@ told AS (
     )
     FROM iterations i LEFT JOIN sole ON sole.instance = coalesce(i.instance, '')
     WHERE instant(i.end_ns) IS NOT NULL AND ($instance IS NULL OR coalesce(i.instance, '') = $instance)
+    -- Profiles show the steps once a rank; they count where the engine itself told nothing.
+    QUALIFY i.rank IS NOT DISTINCT FROM CASE
+        WHEN bool_or(i.rank IS NULL) OVER (PARTITION BY coalesce(i.instance, '')) THEN NULL
+        ELSE min(i.rank) OVER (PARTITION BY coalesce(i.instance, ''), i.engine) END
 ),
 precise AS (
     SELECT instance, engine, min(end_ns) AS first_ns, max(end_ns) AS last_ns

@@ -136,9 +136,11 @@ def _bookings(time: EngineTime, r: Requests, weight: Floats, gaps: Gaps, engines
     waiting: Parts = {
         ("step_wait", None): time.between(time.base, arrived, queued),
         ("unexplained", None): time.between(time.unexplained, arrived, queued),
+        **_lost(time, arrived, queued),
         **_others_prefill("others_prefill_before", time, arrived, queued),
     }
     queueing: Parts = {
+        ("pause", None): time.between(time.pause, queued, scheduled),
         **{
             ("queue_budget", c): time.between(sums, queued, scheduled)
             for c, sums in enumerate(time.budget_by)
@@ -156,12 +158,15 @@ def _bookings(time: EngineTime, r: Requests, weight: Floats, gaps: Gaps, engines
         key: seconds if key[1] is None else np.maximum(seconds - np.where(r.culprit == key[1], own, 0.0), 0.0)
         for key, seconds in _others_prefill("others_prefill_in_prefill", time, scheduled, first).items()
     }
+    prefilling |= _lost(time, scheduled, first)
     prefilling["own_prefill", None] = time.between(time.base, scheduled, first) + own * engines
     stalls = Stalls(time, r, gaps)
     decoding: Parts = {
         key: np.maximum(seconds - stalls.of(_prefill_sums(time, key[1])), 0.0)
         for key, seconds in _others_prefill("others_prefill_in_decode", time, first, last).items()
     }
+    for name, sums in _losses(time).items():
+        decoding[name, None] = np.maximum(time.between(sums, first, last) - stalls.of(sums), 0.0)
     decoding["decode", None] = np.maximum(time.between(time.base, first, last) - stalls.of(time.base), 0.0)
     decoding.update(stalls.parts())
     return [
@@ -170,6 +175,15 @@ def _bookings(time: EngineTime, r: Requests, weight: Floats, gaps: Gaps, engines
         Booking("prefill", prefill, prefilling, "unexplained"),
         Booking("decode", decode, decoding, "unexplained"),
     ]
+
+
+def _losses(time: EngineTime) -> dict[str, Floats]:
+    """Step time that is no work of the engine's."""
+    return {"straggler_wait": time.straggler_wait, "slow_transfer": time.slow_transfer, "pause": time.pause}
+
+
+def _lost(time: EngineTime, start: Place, end: Place) -> Parts:
+    return {(name, None): time.between(sums, start, end) for name, sums in _losses(time).items()}
 
 
 def _prefill_sums(time: EngineTime, culprit: int | None) -> Floats:
@@ -249,6 +263,7 @@ def _gap_booking(time: EngineTime, start_ns: Ints, end_ns: Ints, preempted: NDAr
     stall = np.where(stalled, time.between(time.busy, start, resumed), 0.0)
     parts: Parts = {
         ("decode", None): time.between(time.base, decode_from, end),
+        **_lost(time, decode_from, end),
         **_others_prefill("others_prefill_in_decode", time, decode_from, end),
         **by_holder("preempted", stall, [time.between(held, start, resumed) for held in time.held_by]),
     }

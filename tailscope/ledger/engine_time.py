@@ -34,6 +34,10 @@ class Steps:
     running: Floats
     waiting: Floats
     kv_usage: Floats
+    #: What the ranks' profiles say, ns; and whether something stood beside the step that stops an engine.
+    late_ns: Floats
+    slow_ns: Floats
+    paused: Floats
 
 
 @dataclass(frozen=True)
@@ -101,13 +105,19 @@ class EngineTime:
             ]
         )
         prefill_features = np.column_stack([steps.prefill_requests, tokens, attention])
-        self.cost: CostModel | None = fit(base_features, prefill_features, tile)
+        late, slow = _within(tile, np.nan_to_num(steps.late_ns) / 1e9, np.nan_to_num(steps.slow_ns) / 1e9)
+        # What the ranks lost to each other is measured, and no cost of the batch.
+        without = tile - late - slow
+        self.cost: CostModel | None = fit(base_features, prefill_features, without)
         if self.cost is None:
-            base, prefill, unexplained = np.zeros(n), np.zeros(n), tile
+            base, prefill, unexplained = np.zeros(n), np.zeros(n), without
         else:
-            base, prefill, unexplained = self.cost.split(base_features, prefill_features, tile)
+            base, prefill, unexplained = self.cost.split(base_features, prefill_features, without)
+        paused = np.where(np.nan_to_num(steps.paused) > 0, unexplained, 0.0)
+        unexplained = unexplained - paused
         rate = prefill / np.maximum(known, 1.0)
         self.busy, self.base, self.unexplained = _prefix(tile), _prefix(base), _prefix(unexplained)
+        self.straggler_wait, self.slow_transfer, self.pause = _prefix(late), _prefix(slow), _prefix(paused)
         #: Prefill time a request causes per unit of its weight.
         self.own_rate = _prefix(rate)
         self.prefill_by = [_prefix(rate * share) for share in by_class]
@@ -131,8 +141,8 @@ class EngineTime:
         return np.maximum(self.at(sums, end) - self.at(sums, start), 0.0)
 
     def longest_unexplained(self, within: NDArray[np.bool_], count: int) -> list[tuple[int, float]]:
-        """(step, seconds) of the chosen steps that the cost model explains least, longest first."""
-        unexplained = np.where(within, np.diff(self.unexplained), 0.0)
+        """(step, seconds) of the chosen steps that the cost model explains least, pauses among them, longest first."""
+        unexplained = np.where(within, np.diff(self.unexplained) + np.diff(self.pause), 0.0)
         worst = np.argsort(-unexplained, kind="stable")[:count]
         return [(int(k), float(unexplained[k])) for k in worst]
 
@@ -175,6 +185,12 @@ class EngineTime:
             np.maximum(_active(first[mine], beyond[mine], held[mine], n), 0.0)
             for mine in (prefills.culprit == c for c in range(culprits))
         ]
+
+
+def _within(tile: Floats, *parts: Floats) -> list[Floats]:
+    """Parts of each step that together are no longer than it."""
+    total = np.maximum(np.sum(parts, axis=0), 1e-12)
+    return [part * np.minimum(1.0, tile / total) for part in parts]
 
 
 def _prefix(values: Floats) -> Floats:

@@ -27,6 +27,9 @@ COMPONENTS: dict[str, str] = {
     "preempted": "preempted, waiting to be scheduled again",
     "prefill_phase": "prefill as the engine measured it; no steps are known that would say what it held",
     "decode_phase": "decode as the engine or client measured it; no steps are known that would say what it held",
+    "straggler_wait": "its ranks stood in a collective because one of them came late",
+    "slow_transfer": "collectives whose transfer took longer than usual for their size",
+    "pause": "the engine stood still: profiler, EPLB, JIT or first batch",
     "unexplained": "measured, but no evidence says why",
 }
 

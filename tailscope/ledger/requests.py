@@ -111,8 +111,10 @@ def load_requests(trace: Trace, instance: str, engine: int | None, culprits: tup
 
 def load_steps(trace: Trace, instance: str, engine: int | None) -> Steps:
     columns = trace.connection.execute(
-        "SELECT start_ns, end_ns, prefill_requests, prefill_tokens, decode_requests, decode_tokens, running, waiting, "
-        "kv_usage FROM steps WHERE instance = $instance AND engine IS NOT DISTINCT FROM $engine ORDER BY k",
+        "SELECT s.start_ns, s.end_ns, prefill_requests, prefill_tokens, decode_requests, decode_tokens, running, waiting, "
+        "kv_usage, late_ns, slow_ns, CASE WHEN p.k IS NULL THEN 0 ELSE 1 END AS paused "
+        "FROM steps s LEFT JOIN step_evidence e ON e.k = s.k LEFT JOIN pauses p ON p.k = s.k "
+        "WHERE s.instance = $instance AND s.engine IS NOT DISTINCT FROM $engine ORDER BY s.k",
         {"instance": instance, "engine": engine},
     ).fetchnumpy()
     arrays: dict[str, Any] = {

@@ -1,0 +1,376 @@
+"""One rank comes late to the collectives, and all others wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from statistics import median
+from typing import Any
+
+from scipy import stats
+
+from tailscope.model import (
+    Decision,
+    Evidence,
+    Finding,
+    Party,
+    Remedy,
+    Rows,
+    Rule,
+    Severity,
+    Threshold,
+    severity_of,
+)
+
+Row = Mapping[str, Any]
+#: From this many other ranks on their spread says what is ordinary.
+MANY_OTHERS = 3
+
+
+def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
+    all_ns = sum(r["own_ns"] or 0 for r in rows)
+    decisions = [
+        window_decision(list(window), all_ns, limits)
+        for _, window in groupby(rows, key=lambda r: r["window"])
+    ]
+    findings = [finding for decision in decisions for finding in decision.findings]
+    for status in ("found", "inconclusive", "clear"):
+        chosen = [decision for decision in decisions if decision.status == status]
+        if chosen:
+            reasons = dict.fromkeys(decision.reason for decision in chosen)
+            return Decision(chosen[0].status, "; ".join(list(reasons)[:3]), tuple(findings))
+    return Decision("no-data", RULE.missing)
+
+
+def window_decision(rows: Sequence[Row], all_ns: int, limits: Mapping[str, float]) -> Decision:
+    """What one window of profiles says. `all_ns`: lateness in all windows of the trace."""
+    window = rows[0]
+    if window["rank"] is None or not window["steps"]:
+        return Decision(*nothing_to_compare(window))
+    if window["steps"] < 2:
+        return Decision(
+            "inconclusive",
+            f"one step of {len(rows)} ranks is profiled: who was last in it may be last by chance",
+        )
+    worst = max(rows, key=lambda r: (r["own_ns"], r["decided_ns"]))
+    undecided_ns = sum(r["caused_ns"] - r["decided_ns"] for r in rows)
+    decided_ns = sum(r["decided_ns"] for r in rows)
+    if undecided_ns > decided_ns and undecided_ns >= limits["share"] * window["step_ns"]:
+        return Decision(
+            "inconclusive",
+            f"ranks wait for each other by less than clocks are known: {limits['errors']:.0f} x {window['error_ns'] / 1e6:.3g} ms",
+        )
+    if worst["own_ns"] and worst["agreed_ns"] < limits["agreement"] * worst["decided_ns"]:
+        return Decision(
+            "inconclusive",
+            f"by the clocks rank {worst['rank']} is late, but it is not the one that leaves collectives soonest: clocks are off",
+        )
+    chance = stats.binomtest(worst["lead_steps"], window["steps"], 1 / len(rows), "greater").pvalue
+    share = worst["own_ns"] / window["step_ns"]
+    if chance < limits["chance"] and window["steps"] >= limits["steps"] and share >= limits["share"]:
+        found = persistent(rows, worst, share, chance, tail_share(worst, all_ns), limits)
+        return Decision(
+            "found",
+            f"rank {worst['rank']} late in {worst['lead_steps']} of {window['steps']} steps",
+            (found,),
+        )
+    transient = [r for r in rows if (r["outlier_steps"] or 0) >= 2]
+    if transient:
+        reason = ", ".join(
+            f"rank {r['rank']} late in {r['outlier_steps']} of {r['steps']} steps" for r in transient
+        )
+        return Decision("found", reason, tuple(passing(rows, r, tail_share(r, all_ns)) for r in transient))
+    if chance < limits["chance"] or share < limits["share"]:
+        return Decision("clear", f"no rank's lateness costs {limits['share']:.0%} of the steps' time")
+    return Decision(
+        "clear",
+        f"lateness rotates: rank {worst['rank']} leads in {worst['lead_steps']} of {window['steps']} steps",
+    )
+
+
+def nothing_to_compare(window: Row) -> tuple[Any, str]:
+    if window["missing"]:
+        return (
+            "inconclusive",
+            f"profiles of {window['present']} of {window['world_size']} ranks: the one that is waited for may be among the others",
+        )
+    if window["present"] < 2:
+        return "clear", "one rank: nobody to wait for"
+    if not window["collectives"]:
+        return "no-data", RULE.missing
+    return "inconclusive", "no collective is known on all its ranks: nothing to compare"
+
+
+def slowdown(rows: Sequence[Row], rank: Row) -> float | None:
+    """A rank's own work between collectives, against the median of the others'."""
+    others = [r["work_ns"] for r in rows if r["rank"] != rank["rank"] and r["work_ns"]]
+    return rank["work_ns"] / median(others) if others and rank["work_ns"] else None
+
+
+def ordinary(rows: Sequence[Row], rank: Row, limits: Mapping[str, float]) -> float:
+    """By how much a rank may be slower than the others and still be one of them."""
+    others = [r["work_ns"] for r in rows if r["rank"] != rank["rank"] and r["work_ns"]]
+    if len(others) < MANY_OTHERS:
+        return limits["slower"]
+    middle = median(others)
+    spread = median(abs(work - middle) for work in others) / middle
+    return float(min(limits["slower"], 1 + max(limits["share"], 5 * spread)))
+
+
+def persistent(
+    rows: Sequence[Row],
+    late: Row,
+    share: float,
+    chance: float,
+    tail: float | None,
+    limits: Mapping[str, float],
+) -> Finding:
+    slower, usual = slowdown(rows, late), ordinary(rows, late, limits)
+    stands_out = slower is not None and slower >= usual
+    severity: Severity = "low"
+    if stands_out:
+        severity = min(
+            severity_of(share),
+            severity_of(tail, bool(late["slo_broken"])),
+            key=("high", "medium", "low").index,
+        )
+    evidence = [
+        Evidence(
+            f"leads in {late['lead_steps']} of {late['steps']} steps (by chance 1 in {len(rows)}; p = {chance:.2g}), last in "
+            f"{late['last_rounds'] / late['rounds']:.0%} of {late['rounds']} collectives",
+            {
+                "lead_steps": late["lead_steps"],
+                "steps": late["steps"],
+                "p": chance,
+                "last_rounds": late["last_rounds"],
+                "rounds": late["rounds"],
+            },
+        ),
+        *common_evidence(rows, late, share),
+    ]
+    counter = []
+    if slower is not None and not stands_out:
+        text = f"its own work takes {slower:.2f} x the others': an ordinary difference between {len(rows)} ranks (below {usual:.2f})"
+        counter.append(Evidence(text, {"slowdown": slower, "ordinary": usual}))
+    elif slower is not None:
+        evidence.insert(
+            1,
+            Evidence(
+                f"its own work between collectives takes {slower:.2f} x the others'", {"slowdown": slower}
+            ),
+        )
+    return finding(rows, late, "persistent", where(late["phases"]), severity, tail, evidence, counter)
+
+
+def passing(rows: Sequence[Row], late: Row, tail: float | None) -> Finding:
+    share = late["outlier_ns"] / late["step_ns"]
+    steps = ", ".join(str(step) for step in late["steps_out"][:8])
+    work, others = late["outlier_work_ns"] / 1e6, late["outlier_others_ns"] / 1e6
+    evidence = [
+        Evidence(
+            f"late in {late['outlier_steps']} of {late['steps']} steps ({steps}, counted from 0), each time in the same place: there its "
+            f"work takes {work / late['outlier_steps']:.3g} ms, the others' {others / late['outlier_steps']:.3g} ms",
+            {
+                "steps": list(late["steps_out"]),
+                "work_ns": late["outlier_work_ns"],
+                "others_ns": late["outlier_others_ns"],
+            },
+        ),
+        *common_evidence(rows, late, late["own_ns"] / late["step_ns"]),
+    ]
+    place = place_of(
+        late["outlier_phase"], [late["outlier_layer"]] if late["outlier_layer"] is not None else []
+    )
+    return finding(rows, late, "transient", place, severity_of(share), tail, evidence, [])
+
+
+def common_evidence(rows: Sequence[Row], late: Row, share: float) -> list[Evidence]:
+    """Wait caused, clocks, who waits where, load."""
+    evidence = [
+        Evidence(
+            f"its own lateness cost {late['own_ns'] / 1e6:.3g} ms of {late['step_ns'] / 1e6:.4g} ms of steps ({share:.0%}); "
+            + "the next rank's "
+            + f"{max((r['own_ns'] for r in rows if r['rank'] != late['rank']), default=0) / 1e6:.3g} ms",
+            {"own_ns": late["own_ns"], "step_ns": late["step_ns"]},
+        )
+    ]
+    waited = sum(r["wait_ns"] for r in rows)
+    kind = "late arrival" if waited > late["transfer_ns"] * len(rows) else "transfer"
+    evidence.append(
+        Evidence(
+            f"time in collectives is {waited / 1e6 / len(rows):.3g} ms of waiting and {late['transfer_ns'] / 1e6:.3g} ms of transfer a rank: "
+            f"mostly {kind}",
+            {"wait_ns": waited, "transfer_ns": late["transfer_ns"]},
+        )
+    )
+    agreed = late["agreed_ns"] / late["decided_ns"] if late["decided_ns"] else 0.0
+    evidence.append(
+        Evidence(
+            f"without any clock: where it is last it also leaves soonest, in {agreed:.0%} of the wait; clocks are known to "
+            f"{late['error_ns'] / 1e6:.3g} ms",
+            {"agreed": agreed, "error_ns": late["error_ns"]},
+        )
+    )
+    if late["tokens"] and late["others_tokens"]:
+        ratio = late["tokens"] / late["others_tokens"]
+        verdict = "load is no cause" if ratio < 1.2 else "load is part of the cause"
+        evidence.append(
+            Evidence(
+                f"its experts got {ratio:.2f} x the others' tokens there: {verdict}", {"tokens_ratio": ratio}
+            )
+        )
+    return evidence
+
+
+def finding(
+    rows: Sequence[Row],
+    late: Row,
+    pattern: str,
+    place: str,
+    severity: Severity,
+    tail: float | None,
+    evidence: list[Evidence],
+    counter: list[Evidence],
+) -> Finding:
+    waiting = sorted((r for r in rows if r["rank"] != late["rank"]), key=lambda r: -r["wait_ns"])
+    if late["missing"]:
+        counter.append(
+            Evidence(f"{late['missing']} of {late['world_size']} ranks have no profile in this window")
+        )
+    if late["unmatched"]:
+        text = f"{late['unmatched']} of {late['collectives']} collectives have no counterpart on another rank"
+        counter.append(Evidence(text, {"unmatched": late["unmatched"], "collectives": late["collectives"]}))
+    victims = [
+        Party(
+            "rank",
+            str(r["rank"]),
+            {"wait_s": r["wait_ns"] / 1e9, "waits_in": r["waits"][0]["phase"] if r["waits"] else None},
+        )
+        for r in waiting[:8]
+    ]
+    if tail:
+        victims.append(Party("class", late["tail_class"], {"metric": late["tail_metric"]}))
+    return Finding(
+        rule=RULE.name,
+        status="found",
+        severity=severity,
+        basis="measured",
+        title=f"Rank {late['rank']} comes late from {place}, and {others(waiting)} for it ({pattern})",
+        culprit=Party(
+            "rank", str(late["rank"]), {"world": late["world"], "pattern": pattern, "where": place}
+        ),
+        victims=tuple(victims),
+        share_of_tail=tail,
+        window_ns=(late["first_ns"], late["last_ns"]),
+        evidence=tuple(evidence),
+        counter_evidence=tuple(counter),
+        remedies=RULE.remedies,
+        confirm_by=RULE.confirm_by,
+        explains={f"{late['tail_class']}\t{late['tail_metric']}": tail * late["excess_s"]} if tail else {},
+    )
+
+
+def others(waiting: Sequence[Row]) -> str:
+    if len(waiting) == 1:
+        return f"rank {waiting[0]['rank']} waits"
+    return f"{len(waiting)} ranks wait"
+
+
+def where(phases: Sequence[Row] | None) -> str:
+    """The phase that the lateness comes from; none where it is spread over several."""
+    if not phases:
+        return "its own work"
+    total = sum(phase["own_ns"] for phase in phases)
+    top = phases[0]
+    if top["own_ns"] < 0.5 * total or top["phase"] == "other":
+        return "work in no single phase"
+    return place_of(top["phase"], top["layers"] or [])
+
+
+def place_of(phase: str, layers: Sequence[int]) -> str:
+    name = {
+        "expert": "expert compute",
+        "attention": "attention",
+        "router": "routing",
+        "moe": "the MoE layers",
+    }.get(phase, "work in no single phase")
+    if not layers:
+        return name
+    return f"{name} of layer {layers[0]}" if len(layers) == 1 else f"{name} of {len(layers)} layers"
+
+
+def tail_share(late: Row, all_ns: int) -> float | None:
+    """Share of a class's excess spent waiting for this rank: of the wait that all late ranks caused its part."""
+    if not late["excess_s"] or not late["straggler_s"] or not all_ns:
+        return None
+    return float(min(1.0, late["straggler_s"] / late["excess_s"] * late["own_ns"] / all_ns))
+
+
+RULE = Rule(
+    name="straggler-rank",
+    summary="One rank comes late to the collectives, and the others wait for it.",
+    why=(
+        "A collective ends when its last rank has come, so the slowest rank sets the pace of every step, while the others "
+        "show up as slow in communication. Averages over ranks hide it, and clocks that differ by half a millisecond turn it round."
+    ),
+    needs=("profiles",),
+    missing="needs torch profiler traces of at least two ranks of one world at one time",
+    thresholds=(
+        Threshold(
+            "errors", 3, "x", "Below three times the clocks' error nothing is known of who came first."
+        ),
+        Threshold(
+            "agreement",
+            0.5,
+            "0-1",
+            "The late rank has the shortest stay: where less of the wait agrees, clocks are off.",
+        ),
+        Threshold("chance", 0.01, "p", "A rank leads in so many steps by chance once in a hundred windows."),
+        Threshold("steps", 5, "", "Fewer steps than five cannot reach that among two or three ranks."),
+        Threshold("share", 0.05, "0-1", "Less than a twentieth of the steps' time is not worth acting on."),
+        Threshold(
+            "slower",
+            1.5,
+            "x",
+            "Ranks of one healthy host were seen to differ by 1.24; two ranks do not show what is ordinary.",
+        ),
+        Threshold(
+            "outlier",
+            0.25,
+            "x step",
+            "A quarter of a usual step, lost in one place, is more than scheduling noise.",
+        ),
+    ),
+    remedies=(
+        Remedy(
+            "Look at the rank's device and host: clocks, throttling, ECC errors, what else runs on its cores",
+            "nvidia-smi -q -d PERFORMANCE,CLOCK,ECC; top on its host",
+            "any",
+            "none",
+        ),
+        Remedy(
+            "Bind each worker to cores and memory of its own",
+            "numactl --cpunodebind, VLLM_CPU_OMP_THREADS_BIND on CPU",
+            "vLLM, all versions",
+            "a restart",
+        ),
+        Remedy(
+            "Where its experts get more tokens than others: balance them",
+            "--enable-eplb --eplb-config '{\"num_redundant_experts\": 32}'",
+            "vLLM with expert parallelism",
+            "memory for the copies, and a pause each time they move",
+        ),
+        Remedy(
+            "Take the device or host out and start the rank elsewhere",
+            "CUDA_VISIBLE_DEVICES, the scheduler's drain",
+            "any",
+            "a restart, a spare device",
+        ),
+    ),
+    confirm_by=(
+        "Profile again with the late rank's device swapped with another's: lateness that moves with the device is hardware, "
+        "lateness that stays is load or placement",
+        "Watch the steps' time after the change: it should fall by the share named above",
+    ),
+    decide=decide,
+)
