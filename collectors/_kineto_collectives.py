@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 import pyarrow as pa
-import pyarrow.compute as pc
+from pyarrow import compute
 
 from tailscope.schema import RANK_EVENTS
 
+#: Untyped: the stubs of pyarrow know only some of what these functions take.
+pc: Any = compute
 from . import _kineto_names as names
 from ._kineto_spool import NONE, PHASE_INDEX, Spool
 from ._kineto_timeline import Intervals, Ints

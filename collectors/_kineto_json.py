@@ -22,6 +22,8 @@ from tailscope.source import MAX_LINE, Source
 
 START = re.compile(rb'(?<!\\)"traceEvents"\s*:\s*\[')
 CUT = re.compile(rb"\}\s*(?:,\s*\{|\])")
+#: What comes next in an object, but never in a list.
+MEMBER = re.compile(rb'\s*(?:\}|,\s*"(?:[^"\\]|\\.)*"\s*:)')
 PIECE = 8 << 20
 #: A longer event, or more metadata, is no telemetry that we know; it would only exhaust memory.
 LONGEST = MAX_LINE
@@ -125,31 +127,23 @@ class TraceEvents:
 
         Returns the text too, to which more may have been read.
         """
-        glance = text[end : end + GLANCE].lstrip()
-        if glance and not glance.startswith((b",", b"}")):
+        if _completes(text[end : end + GLANCE]) == "never":
             return False, text
-        _, after = _object(glance)
-        if after.startswith(("}", ",", "]")):
-            return False, text
-        first = int(cuts[cuts < end].max(initial=0))
-        self._looked_at += end - first
+        begins = [0, *cuts[cuts < end].tolist()][-MOST_PIECES:]
+        self._looked_at += end - begins[-1]
         if self._looked_at > MOST_LOOKED_AT:
             raise BadInput("not a torch profiler trace: lists of objects nested in events without end")
-        try:
-            last = LENIENT.decode(text[first : end - 1].decode("latin-1"))
-        except (ValueError, RecursionError):
-            last = None
         # A list within an event, or a name, can look like the end too.
-        sure = isinstance(last, dict) and isinstance(last.get("ph"), str)
+        sure = any(_is_event(text[begin : end - 1]) for begin in reversed(begins))
         while True:
-            whole, after = _object(text[end:])
-            if after.startswith(("}", ",", "]")) or (whole is False and not sure):
+            found = _completes(text[end:])
+            if found == "never" or (found == "broken" and not sure):
                 return False, text
-            if after:
+            if found == "more":
                 return sure, text
             more = b"" if len(text) - end > LONGEST else stream.read(PIECE)
             if not more:
-                return whole is True or (sure and b'"ph"' not in text[end:]), text
+                return found == "whole" or (sure and b'"ph"' not in text[end:]), text
             text += more
 
     def _unfinished(self, text: bytes, cuts: Any) -> Iterator[pa.Array[Any]]:
@@ -159,7 +153,9 @@ class TraceEvents:
         if tail is None:
             self._source.tally.reject("file ends in the middle of the events")
         if used:
-            yield from self._events(text[: last + used], cuts)
+            # More than a comma behind it: an event was cut where that text begins.
+            whole = tail is None and text[last + used :].strip(b", \t\r\n")
+            yield from self._events(text if whole else text[: last + used], cuts)
         elif last:
             yield from self._events(text[:last], cuts[:-1], open_end=True)
         if tail is not None:
@@ -189,21 +185,41 @@ class TraceEvents:
         yield texts
 
 
-def _object(tail: bytes) -> tuple[bool | None, str]:
-    """Reads what may complete the trace's object: (whether it does, what comes then); (None, "") where it is cut short."""
+def _is_event(text: bytes) -> bool:
+    try:
+        read = LENIENT.decode(text.decode("latin-1"))
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(read, dict) and isinstance(read.get("ph"), str)
+
+
+def _completes(tail: bytes) -> str:
+    """Whether what follows a bracket completes the trace's object: `whole` or, if something comes after it, `more`;
+    `short` where it ends too early to tell, `broken` where it is no JSON, `never` where the bracket was an inner one."""
+    start = tail.lstrip()[:1]
+    if start not in (b"", b",", b"}"):
+        return "never"
     text = '{"traceEvents":0' + tail.decode("latin-1")
     try:
         _, used = LENIENT.raw_decode(text)
     except json.JSONDecodeError as error:
-        return (None if _is_cut(error, text) else False), ""
+        if _is_cut(error, text):
+            return "short"
+        return "broken" if MEMBER.match(tail) else "never"
     except (ValueError, RecursionError):
-        return False, ""
-    return True, text[used:].strip()
+        return "broken"
+    after = text[used:].strip()
+    if after.startswith(("}", ",", "]")):
+        return "never"
+    return "more" if after else "whole"
 
 
 def _is_cut(error: json.JSONDecodeError, text: str) -> bool:
-    """Whether the text is valid as far as it goes. A literal or an escape that was cut begins a little earlier."""
-    return error.pos >= len(text.rstrip()) - len("Infinity") or error.msg.startswith("Unterminated")
+    """Whether the text is valid as far as it goes."""
+    left = len(text.rstrip()) - error.pos
+    # The error of a literal or an escape that was cut is said to be where it begins, that of a number at its "e+".
+    begun = left <= len("-Infinity") and error.msg.startswith(("Expecting value", "Invalid"))
+    return left <= len("e+") or begun or error.msg.startswith("Unterminated")
 
 
 def _entries(text: bytes) -> tuple[int, bytes | None]:

@@ -16,10 +16,12 @@ from typing import Any
 import duckdb
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
+from pyarrow import compute
 
 from tailscope.source import Tally
 
+#: Untyped: the stubs of pyarrow know only some of what these functions take.
+pc: Any = compute
 from . import _kineto_json as kineto_json
 from . import _kineto_names as names
 

@@ -11,11 +11,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
+from pyarrow import compute
 
 from tailscope.schema import EVENTS, ITERATIONS, PROFILES, RANK_EVENTS, Table
 from tailscope.source import INT64_MAX, Source
 
+#: Untyped: the stubs of pyarrow know only some of what these functions take.
+pc: Any = compute
 from . import _kineto_names as names
 from ._kineto_collectives import Collectives
 from ._kineto_json import START, TraceEvents

@@ -1,1 +1,1 @@
-"""Captures that ship with tailscope; `mixed-load/` is what `tailscope demo` diagnoses."""
+"""Captures that ship with tailscope and that `tailscope demo` diagnoses, one folder each."""

@@ -17,7 +17,7 @@ from tailscope.ledger.bills import Ledger, write_bills
 from tailscope.ledger.contrast import MIN_REQUESTS, write_contrast
 from tailscope.ledger.coupling import write_coupling
 from tailscope.ledger.histogram import ALL, histogram_rows
-from tailscope.model import Check, ClassRow, Decision, Diagnosis, Finding, Rule, Verdict
+from tailscope.model import Check, ClassRow, Decision, Diagnosis, Finding, Rule, Verdict, VerdictStatus
 from tailscope.ranks.compared import write_ranks
 from tailscope.schema import TABLES
 from tailscope.store import Trace
@@ -200,11 +200,10 @@ def _verdict(
         return Verdict("No request of the trace arrived in the window that was asked for.", "no-data", None)
     judged = [check for check in checks if check.status in ("inconclusive", "clear")]
     if judged:
-        undecided = [check for check in judged if check.status == "inconclusive"]
-        reasons = "; ".join(f"{check.rule}: {check.reason}" for check in undecided or judged)
-        return Verdict(
-            f"The trace holds no requests. {reasons}.", "inconclusive" if undecided else "nothing", None
-        )
+        open_ones = [check for check in judged if check.status == "inconclusive"]
+        reasons = "; ".join(f"{check.rule}: {check.reason}" for check in open_ones or judged)
+        status: VerdictStatus = "inconclusive" if open_ones else "nothing"
+        return Verdict(f"The trace holds no requests. {reasons}.", status, None)
     return Verdict("The trace holds no requests and no latency histograms.", "no-data", None)
 
 
@@ -272,6 +271,12 @@ def _about(trace: Trace) -> dict[str, Any]:
             "FROM bill_lines l JOIN joined j ON j.rid = l.id WHERE l.component LIKE 'others%' OR l.component = 'queue_budget' "
             "OR l.component = 'queue_kv' OR l.component = 'queue_slots' OR l.component = 'preempted' "
             "GROUP BY ALL ORDER BY victim, request_seconds DESC"
+        ),
+        "rank_windows": trace.rows(
+            'SELECT "window", any_value(world) AS world, list(DISTINCT rank ORDER BY rank) AS ranks, '
+            "any_value(missing) AS missing, min(first_ns) AS first_ns, max(last_ns) AS last_ns, "
+            "max(error_ns) FILTER (WHERE isfinite(error_ns)) AS clock_error_ns "
+            'FROM rank_windows LEFT JOIN rank_clocks USING ("window", rank) WHERE used GROUP BY "window" ORDER BY "window"'
         ),
         "warnings": trace.warnings,
     }

@@ -147,7 +147,7 @@ def test_without_a_file_the_defaults_hold(tmp_path: Path, monkeypatch: pytest.Mo
         ("[[source]]\npath = 1\ninstance = 'a'", "[[source]] 1 path: must be a string"),
         (
             "[[source]]\npath = 'x'\ninstance = 'a'\nengine = 3",
-            "[[source]] 1 engine: unknown key; known are instance, path",
+            "[[source]] 1 engine: unknown key; known are instance, path, rank",
         ),
         ("attributes = 1", "attributes: must be a table"),
         ("[attributes]\ntenant = 1", "[attributes] tenant: must be the name of a span attribute"),

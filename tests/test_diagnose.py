@@ -235,14 +235,17 @@ def test_a_quiet_run_stays_quiet(tmp_path: Path) -> None:
     assert "One step took 20.7 s longer than its batch accounts for, from 14:58:3" in diagnosis.verdict.text
     assert "profiler" in diagnosis.verdict.text
     assert {c.status for c in diagnosis.checks} == {"clear"}
-    assert trust(diagnosis, "unexplained")[0][0] == "fail"
+    # Of what the batches do not account for next to nothing is left beside the pauses.
+    assert row(diagnosis, "<512", "E2E").excess["pause"] == pytest.approx(20.8, abs=0.1)
+    assert trust(diagnosis, "unexplained")[0][0] == "pass"
 
 
 @needs_captures
 @pytest.mark.parametrize("run", ["run2-moe-tp2", "run3-moe-dp2-ep2-patched"])
 def test_slow_ranks_are_not_taken_for_coupling_or_preemption(tmp_path: Path, run: str) -> None:
     diagnosis = judged(traced(CAPTURES / "vllm-cpu" / run, tmp_path))
-    assert [f for f in diagnosis.findings if f.severity in ("high", "medium")] == []
+    assert {f.rule for f in diagnosis.findings if f.severity in ("high", "medium")} == {"straggler-rank"}
+    assert {c.status for c in diagnosis.checks if c.rule != "straggler-rank"} == {"clear"}
 
 
 @needs_captures
@@ -268,16 +271,34 @@ def test_a_p99_above_the_last_bucket_is_no_number(tmp_path: Path) -> None:
 
 #: Parts of the example's telemetry, and what each rule may say from them.
 PARTS = {
-    "spans": (["otlp"], {"hol-coupling": "inconclusive", "preemption-storm": "no-data"}),
-    "spans and log": (["otlp", "server.log.gz"], {"hol-coupling": "found", "preemption-storm": "no-data"}),
+    "spans": (
+        ["otlp"],
+        {"hol-coupling": "inconclusive", "preemption-storm": "no-data", "straggler-rank": "no-data"},
+    ),
+    "spans and log": (
+        ["otlp", "server.log.gz"],
+        {"hol-coupling": "found", "preemption-storm": "no-data", "straggler-rank": "no-data"},
+    ),
     "stat logger": (
         ["statlogger_engine0_pid29933.jsonl.gz"],
-        {"hol-coupling": "found", "preemption-storm": "found"},
+        {"hol-coupling": "found", "preemption-storm": "found", "straggler-rank": "no-data"},
     ),
-    "client": (["client.jsonl.gz"], {"hol-coupling": "inconclusive", "preemption-storm": "no-data"}),
-    "bench": (["bench"], {"hol-coupling": "clear", "preemption-storm": "no-data"}),
-    "metrics": (["metrics.txt.gz"], {"hol-coupling": "no-data", "preemption-storm": "inconclusive"}),
-    "log": (["server.log.gz"], {"hol-coupling": "no-data", "preemption-storm": "no-data"}),
+    "client": (
+        ["client.jsonl.gz"],
+        {"hol-coupling": "inconclusive", "preemption-storm": "no-data", "straggler-rank": "no-data"},
+    ),
+    "bench": (
+        ["bench"],
+        {"hol-coupling": "clear", "preemption-storm": "no-data", "straggler-rank": "no-data"},
+    ),
+    "metrics": (
+        ["metrics.txt.gz"],
+        {"hol-coupling": "no-data", "preemption-storm": "inconclusive", "straggler-rank": "no-data"},
+    ),
+    "log": (
+        ["server.log.gz"],
+        {"hol-coupling": "no-data", "preemption-storm": "no-data", "straggler-rank": "no-data"},
+    ),
 }
 
 

@@ -17,7 +17,7 @@ from tailscope.schema import BY_NAME, METRICS, REQUESTS, SERIES, SOURCES, TABLES
 from tailscope.source import INT64_MAX
 from tailscope.store import Trace
 
-UNITS = {"", "ns", "tokens", "bytes", "hex", "0-1"}
+UNITS = {"", "ns", "tokens", "bytes", "hex", "0-1", "JSON"}
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda t: t.name)
@@ -55,8 +55,12 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "VARCHAR": TEXTS,
     "BOOLEAN": st.booleans(),
     "DOUBLE[]": st.lists(st.one_of(st.none(), st.floats()), max_size=4),
+    "BIGINT[]": st.lists(st.one_of(st.none(), st.integers(-INT64_MAX, INT64_MAX)), max_size=4),
     "VARCHAR[]": st.lists(st.one_of(st.none(), TEXTS), max_size=4),
     "MAP(VARCHAR, VARCHAR)": st.dictionaries(TEXTS, st.one_of(st.none(), TEXTS), max_size=3),
+    "MAP(VARCHAR, BIGINT[])": st.dictionaries(
+        TEXTS, st.one_of(st.none(), st.lists(st.integers(0, INT64_MAX), max_size=3)), max_size=3
+    ),
     "MAP(VARCHAR, BIGINT)": st.dictionaries(TEXTS, st.integers(0, INT64_MAX), max_size=3),
 }
 

@@ -18,6 +18,7 @@ from tailscope.config import Config
 from tailscope.ledger.bills import Ledger, write_bills
 from tailscope.ledger.contrast import write_contrast
 from tailscope.model import ClassRow
+from tailscope.ranks.compared import write_ranks
 from tailscope.schema import BY_NAME
 from tailscope.store import Trace
 
@@ -50,6 +51,7 @@ def aligned(
 ) -> Iterator[Trace]:
     with Trace(write(folder, tables, parts), threads=1) as trace:
         align(trace, config or Config(), scope or Scope())
+        write_ranks(trace, scope or Scope())
         yield trace
 
 

@@ -21,6 +21,8 @@ SAME_HOST_NS = 50_000.0
 IMPOSSIBLE = 0.1
 #: Points a drift is fitted to, and the rounds it needs.
 BINS, DRIFT_ROUNDS = 64, 64
+#: Times the clocks are fitted to what all ranks' ends say together.
+PASSES = 3
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,22 @@ def fit_clocks(start: Floats, end: Floats, *, one_host: bool) -> list[Clock]:
         return [Clock(0.0, 0.0, 0.0, error, basis) for _ in range(end.shape[0])]
     if one_host and np.mean(_impossible(start, end)) < IMPOSSIBLE:
         return [Clock(0.0, 0.0, 0.0, SAME_HOST_NS, "one host") for _ in range(end.shape[0])]
-    common = np.nanmedian(end, axis=0)
-    return [_fit(row, common) for row in end]
+    # Not every rank is in every round, and clocks may be far apart: who is there must not move the common time.
+    aligned = end - _pairwise(end)[:, None]
+    for _ in range(PASSES):
+        common = median_of(aligned)
+        fitted = [_fit(row, common) for row in end]
+        aligned = np.array([row - clock.of(row) for row, clock in zip(end, fitted, strict=True)])
+    return fitted
+
+
+def median_of(values: Floats) -> Floats:
+    """Median of each column, NaN left out. Sorting short columns is faster than NumPy's nanmedian."""
+    ordered = np.sort(values, axis=0)
+    count = np.sum(np.isfinite(ordered), axis=0)
+    columns = np.arange(values.shape[1])
+    low, high = np.maximum(count - 1, 0) // 2, np.minimum(count // 2, len(values) - 1)
+    return np.asarray(np.where(count > 0, (ordered[low, columns] + ordered[high, columns]) / 2, np.nan))
 
 
 def _impossible(start: Floats, end: Floats) -> NDArray[np.bool_]:
@@ -81,3 +97,28 @@ def _fit(end: Floats, common: Floats) -> Clock:
             if error_with < error:
                 offset, drift, error = float(level), float(slope), error_with
     return Clock(offset, drift, middle, error, "ends of collectives")
+
+
+def _pairwise(end: Floats) -> Floats:
+    """Offsets of the ranks, each from the rank nearest to the first that it has rounds with: most rounds first."""
+    known = np.isfinite(end).astype(np.int64)
+    together = known @ known.T
+    offsets = np.zeros(len(end))
+    placed: list[int] = []
+    while len(placed) < len(end):
+        left = [i for i in range(len(end)) if i not in placed]
+        links = [(int(together[i, j]), -j, -i) for i in left for j in placed if together[i, j]]
+        if links:
+            _, j, i = (abs(value) for value in max(links))
+            offsets[i] = offsets[j] + float(np.nanmedian(end[i] - end[j]))
+        else:
+            i = left[0]
+        placed.append(i)
+    return offsets
+
+
+def connected(end: Floats) -> bool:
+    """Whether rounds link all ranks, one through another."""
+    known = np.isfinite(end).astype(np.int64)
+    links = (known @ known.T > 0).astype(np.int64)
+    return bool((np.linalg.matrix_power(links, len(links)) > 0).all())

@@ -8,6 +8,7 @@ beside which something stood that stops an engine.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.resources import files
 
 import pyarrow as pa
@@ -17,61 +18,67 @@ from tailscope.ranks.waits import WindowWaits, compare
 from tailscope.ranks.windows import Window, find_windows
 from tailscope.store import Trace
 
-_WINDOWS = pa.schema(
-    [
-        ("window", pa.int64()),
-        ("world", pa.string()),
-        ("instance", pa.string()),
-        ("engine", pa.int64()),
-        ("rank", pa.int64()),
-        ("source", pa.string()),
-        ("first_ns", pa.int64()),
-        ("last_ns", pa.int64()),
-        ("world_size", pa.int64()),
-        ("missing", pa.int64()),
-        ("used", pa.bool_()),
-        ("collectives", pa.int64()),
-        ("unmatched", pa.int64()),
-    ]
+
+def _schema(columns: Mapping[str, pa.DataType]) -> pa.Schema:
+    return pa.schema(list(columns.items()))
+
+
+BATCH = 122_880
+_WINDOWS = _schema(
+    {
+        "window": pa.int64(),
+        "world": pa.string(),
+        "instance": pa.string(),
+        "engine": pa.int64(),
+        "rank": pa.int64(),
+        "source": pa.string(),
+        "first_ns": pa.int64(),
+        "last_ns": pa.int64(),
+        "world_size": pa.int64(),
+        "missing": pa.int64(),
+        "used": pa.bool_(),
+        "collectives": pa.int64(),
+        "unmatched": pa.int64(),
+    }
 )
-_CLOCKS = pa.schema(
-    [
-        ("window", pa.int64()),
-        ("rank", pa.int64()),
-        ("offset_ns", pa.float64()),
-        ("drift_ppm", pa.float64()),
-        ("error_ns", pa.float64()),
-        ("basis", pa.string()),
-    ]
+_CLOCKS = _schema(
+    {
+        "window": pa.int64(),
+        "rank": pa.int64(),
+        "offset_ns": pa.float64(),
+        "drift_ppm": pa.float64(),
+        "error_ns": pa.float64(),
+        "basis": pa.string(),
+    }
 )
-_ROUNDS = pa.schema(
-    [
-        ("window", pa.int64()),
-        ("group", pa.string()),
-        ("round", pa.int64()),
-        ("rank", pa.int64()),
-        ("ranks", pa.int64()),
-        ("complete", pa.bool_()),
-        ("kind", pa.string()),
-        ("phase", pa.string()),
-        ("step", pa.int64()),
-        ("layer", pa.int64()),
-        ("start_ns", pa.int64()),
-        ("end_ns", pa.int64()),
-        ("wait_ns", pa.int64()),
-        ("transfer_ns", pa.int64()),
-        ("slow_ns", pa.int64()),
-        ("work_ns", pa.int64()),
-        ("is_last", pa.bool_()),
-        ("is_shortest", pa.bool_()),
-        ("caused_ns", pa.int64()),
-        ("own_ns", pa.int64()),
-        ("error_ns", pa.float64()),
-        ("late_phase", pa.string()),
-        ("phase_work_ns", pa.int64()),
-        ("phase_others_ns", pa.int64()),
-        ("tokens", pa.int64()),
-    ]
+_ROUNDS = _schema(
+    {
+        "window": pa.int64(),
+        "group": pa.string(),
+        "round": pa.int64(),
+        "rank": pa.int64(),
+        "ranks": pa.int64(),
+        "complete": pa.bool_(),
+        "kind": pa.string(),
+        "phase": pa.string(),
+        "step": pa.int64(),
+        "layer": pa.int64(),
+        "start_ns": pa.int64(),
+        "end_ns": pa.int64(),
+        "wait_ns": pa.int64(),
+        "transfer_ns": pa.int64(),
+        "slow_ns": pa.int64(),
+        "work_ns": pa.int64(),
+        "is_last": pa.bool_(),
+        "is_shortest": pa.bool_(),
+        "caused_ns": pa.int64(),
+        "own_ns": pa.int64(),
+        "error_ns": pa.float64(),
+        "late_phase": pa.string(),
+        "phase_work_ns": pa.int64(),
+        "phase_others_ns": pa.int64(),
+        "tokens": pa.int64(),
+    }
 )
 
 
@@ -85,7 +92,9 @@ def write_ranks(trace: Trace, scope: Scope) -> None:
     for window in windows:
         waits = compare(trace, window)
         for table in waits.tables:
-            con.register("new_rounds", table.cast(_ROUNDS))
+            # In batches, so that DuckDB's threads share the work.
+            rows = table.select(_ROUNDS.names).cast(_ROUNDS)
+            con.register("new_rounds", pa.Table.from_batches(rows.to_batches(BATCH), rows.schema))
             con.execute("INSERT INTO rank_rounds SELECT * FROM new_rounds")
             con.unregister("new_rounds")
         about += _about(window, waits)

@@ -9,15 +9,18 @@ is at most what its own work since then exceeds theirs (after Böhme et al., ACM
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
 
-from tailscope.ranks.clocks import MAD_TO_SIGMA, Clock, fit_clocks
-from tailscope.ranks.rounds import UNKNOWN, Floats, Ints, Sequence, match
+from tailscope.ranks.clocks import MAD_TO_SIGMA, Clock, connected, fit_clocks, median_of
+from tailscope.ranks.rounds import match
+from tailscope.ranks.sequence import UNKNOWN, Floats, Ints, Sequence
 from tailscope.ranks.windows import Profile, Window
+from tailscope.scan import quote
 from tailscope.store import Trace
 
 #: Collectives that nobody leaves before all have come. Others give no arrivals to compare.
@@ -26,25 +29,34 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "barrier", "all_to_all")
 CLOCKS = frozenset(KINDS) - {"all_to_all"}
 #: Below this many rounds of those the exchanges must do for the clocks too.
 FEW_ROUNDS = 8
+#: Rounds the clocks are fitted to, evenly taken; more make them no better known.
+MOST_FITTED = 20_000
 PHASES = ("dispatch", "expert", "combine", "router", "attention", "moe", "collective", "eplb", "capture")
 #: Phases that work between collectives is told apart by; what is in none is `other`.
 WORK = ("expert", "attention", "router", "moe", "other")
 OTHER = len(WORK) - 1
+_KINDS, _PHASES, _WORK = (cast(Any, pa.array(names)) for names in (KINDS, PHASES, WORK))
 EXPERT, DISPATCH, COMBINE = WORK.index("expert"), PHASES.index("dispatch"), PHASES.index("combine")
 #: A transfer counts as slow beyond so many deviations from those of its size.
 SLOW_DEVIATIONS = 5.0
 
-_COLLECTIVES = """
-SELECT start_ns, start_ns + duration_ns AS end_ns, coalesce(list_position($kinds, collective), 0) - 1 AS kind,
-       coalesce(list_position($phases, phase), 0) - 1 AS phase, coalesce(seq, -1) AS seq,
-       coalesce(list_position($groups, "group"), 0) - 1 AS "group",
+
+def _index_sql(column: str, names: Iterable[str]) -> str:
+    """SQL for the place of a column's value among names, UNKNOWN where it is none of them."""
+    cases = " ".join(f"WHEN {quote(name)} THEN {index}" for index, name in enumerate(names))
+    return f"CASE {column} {cases} ELSE {UNKNOWN} END" if cases else str(UNKNOWN)
+
+
+_COLLECTIVES = f"""
+SELECT start_ns, start_ns + duration_ns AS end_ns, {_index_sql("collective", KINDS)} AS kind,
+       {_index_sql("phase", PHASES)} AS phase, coalesce(seq, -1) AS seq, {{group}} AS "group",
        coalesce(group_size, 0) AS group_size, coalesce(step, -1) AS step, coalesce(layer, -1) AS layer,
        coalesce(bytes_in, -1) AS bytes, coalesce(tokens, -1) AS tokens
 FROM rank_events WHERE source = $source AND collective IS NOT NULL AND duration_ns IS NOT NULL
 ORDER BY start_ns, end_ns
 """
-_OPS = """
-SELECT start_ns, start_ns + duration_ns AS end_ns, list_position($phases, phase) - 1 AS phase
+_OPS = f"""
+SELECT start_ns, start_ns + duration_ns AS end_ns, {_index_sql("phase", WORK)} AS phase
 FROM rank_events
 WHERE source = $source AND collective IS NULL AND duration_ns > 0 AND phase IN ('expert', 'attention', 'router', 'moe')
   AND (category = 'kernel') = $on_gpu
@@ -79,8 +91,8 @@ def load_rank(trace: Trace, profile: Profile, origin_ns: int) -> RankCollectives
             known,
         ).fetchall()
     ]
-    lists = {"kinds": list(KINDS), "phases": list(PHASES), "groups": groups}
-    columns = con.execute(_COLLECTIVES, {**known, **lists}).fetchnumpy()
+    sql = _COLLECTIVES.format(group=_index_sql('"group"', groups))
+    columns = con.execute(sql, known).fetchnumpy()
     arrays = {name: np.asarray(values, np.int64) for name, values in columns.items()}
     start = (arrays.pop("start_ns") - origin_ns).astype(np.float64)
     end = (arrays.pop("end_ns") - origin_ns).astype(np.float64)
@@ -102,9 +114,7 @@ def _by_phase(
     result = np.zeros((len(start), len(WORK)))
     if len(start):
         for on_gpu in (True, False):
-            ops = trace.connection.execute(
-                _OPS, {"source": profile.source, "phases": list(WORK), "on_gpu": on_gpu}
-            ).fetchnumpy()
+            ops = trace.connection.execute(_OPS, {"source": profile.source, "on_gpu": on_gpu}).fetchnumpy()
             if not len(ops["start_ns"]):
                 continue
             phase = np.asarray(ops["phase"], np.int64)
@@ -234,7 +244,8 @@ def _sequence(rank: RankCollectives, mine: Ints) -> Sequence:
 
 
 def _clocks(groups: list[Group], ranks: list[RankCollectives], one_host: bool) -> list[Clock]:
-    """A clock a rank, from the rounds of all groups; those of kinds that do not end together only where others lack."""
+    """A clock a rank, from the rounds of all groups; those of kinds that do not end together only where the others are few
+    or link only some of the ranks."""
     starts, ends, kinds = [], [], []
     for group in groups:
         starts.append(_gather(group, [r.start_ns for r in ranks]))
@@ -243,8 +254,11 @@ def _clocks(groups: list[Group], ranks: list[RankCollectives], one_host: bool) -
     if not groups:
         return fit_clocks(np.empty((len(ranks), 0)), np.empty((len(ranks), 0)), one_host=one_host)
     start, end, kind = np.hstack(starts), np.hstack(ends), np.concatenate(kinds)
+    if len(kind) > MOST_FITTED:
+        some = np.linspace(0, len(kind) - 1, MOST_FITTED).astype(np.int64)
+        start, end, kind = start[:, some], end[:, some], kind[some]
     together = np.isin(kind, [KINDS.index(k) for k in CLOCKS])
-    if np.sum(together) < FEW_ROUNDS:
+    if np.sum(together) < FEW_ROUNDS or not connected(end[:, together]):
         together[:] = True
     return fit_clocks(start[:, together], end[:, together], one_host=one_host)
 
@@ -295,43 +309,43 @@ def _table(
     phase, in_phase = _late_phase(group, ranks, late)
     slow = _slow_transfer(group, ranks, transfer)
     row, column = np.nonzero(present)
-    place = group.place[row, column]
+    places = [place[here] for place, here in zip(group.place, present, strict=True)]
 
     def told(name: str) -> Ints:
-        result = np.full(len(row), UNKNOWN)
-        for i, rank in enumerate(ranks):
-            mine = row == i
-            result[mine] = rank.columns[name][place[mine]]
-        return result
+        return np.concatenate([r.columns[name][place] for r, place in zip(ranks, places, strict=True)])
 
     is_late = late[column] == row
     origin = window.span_ns[0]
+    by_round = {
+        "transfer_ns": pa.array(_whole(transfer)),
+        "slow_ns": pa.array(_whole(slow)),
+        "phase_work_ns": _rounded(in_phase[0]),
+        "phase_others_ns": _rounded(in_phase[1]),
+        "late_phase": _WORK.take(pa.array(phase)),
+        "ranks": pa.array(taking),
+    }
+    of_round = pa.array(column)
     columns: dict[str, Any] = {
-        "window": np.full(len(row), window.number),
-        "group": np.full(len(row), group.name),
+        "window": pa.repeat(pa.scalar(window.number), len(row)),
+        "group": pa.repeat(pa.scalar(group.name), len(row)),
         "round": column,
         "rank": np.array(window.ranks)[row],
-        "ranks": taking[column],
-        "complete": np.full(len(row), group.complete),
-        "kind": pa.array(KINDS).take(pa.array(told("kind"))),
-        "phase": pa.array(PHASES).take(_nullable(told("phase"))),
+        "complete": pa.repeat(pa.scalar(group.complete), len(row)),
+        "kind": _KINDS.take(pa.array(told("kind"))),
+        "phase": _PHASES.take(_nullable(told("phase"))),
         "step": _nullable(told("step")),
         "layer": _nullable(told("layer")),
-        "start_ns": np.round(start[row, column]).astype(np.int64) + origin,
-        "end_ns": np.round(end[row, column]).astype(np.int64) + origin,
-        "wait_ns": np.round(last[column] - start[row, column]).astype(np.int64),
-        "transfer_ns": np.round(transfer[column]).astype(np.int64),
-        "slow_ns": np.round(slow[column]).astype(np.int64),
-        "work_ns": _rounded(work[row, column]),
+        "start_ns": _whole(start[present]) + origin,
+        "end_ns": _whole(end[present]) + origin,
+        "wait_ns": _whole(last[column] - start[present]),
+        "work_ns": _rounded(work[present]),
         "is_last": is_late,
         "is_shortest": shortest[column] == row,
-        "caused_ns": np.where(is_late, np.round(caused[column]), 0).astype(np.int64),
-        "own_ns": np.where(is_late, np.round(own[column]), 0).astype(np.int64),
-        "error_ns": np.where(np.isfinite(error[row]), error[row] + _other_error(error, row), np.inf),
-        "late_phase": pa.array(WORK).take(pa.array(phase[column])),
-        "phase_work_ns": _rounded(in_phase[0][column]),
-        "phase_others_ns": _rounded(in_phase[1][column]),
+        "caused_ns": np.where(is_late, _whole(caused)[column], 0),
+        "own_ns": np.where(is_late, _whole(own)[column], 0),
+        "error_ns": (error + _other_error(error))[row],
         "tokens": _nullable(told("tokens")),
+        **{name: values.take(of_round) for name, values in by_round.items()},
     }
     return pa.table(columns)
 
@@ -341,7 +355,7 @@ def _late_and_others(values: Floats, late: Ints) -> tuple[Floats, Floats]:
     rounds = np.arange(values.shape[1])
     others = values.copy()
     others[late, rounds] = np.nan
-    return values[late, rounds], np.nanmedian(others, axis=0)
+    return values[late, rounds], median_of(others)
 
 
 def _late_phase(group: Group, ranks: list[RankCollectives], late: Ints) -> tuple[Ints, tuple[Floats, Floats]]:
@@ -349,7 +363,10 @@ def _late_phase(group: Group, ranks: list[RankCollectives], late: Ints) -> tuple
     rounds = group.place.shape[1]
     best, chosen = np.full(rounds, -np.inf), np.full(rounds, OTHER)
     mine, theirs = np.zeros(rounds), np.zeros(rounds)
-    for index in range(len(WORK)):
+    # What no rank did cannot be it; `other` is what there is without any phase.
+    for index in [
+        i for i in range(len(WORK)) if i == OTHER or any(r.work_by_phase[:, i].any() for r in ranks)
+    ]:
         values = _gather(group, [r.work_by_phase[:, index] for r in ranks])
         of_late, of_others = _late_and_others(values, late)
         more = np.nan_to_num(of_late - of_others, nan=-np.inf) > best
@@ -382,17 +399,21 @@ def _slow_transfer(group: Group, ranks: list[RankCollectives], transfer: Floats)
     return slow
 
 
-def _other_error(error: Floats, row: Ints) -> Floats:
-    """The largest error of a rank other than each row's: a wait is between two clocks."""
+def _other_error(error: Floats) -> Floats:
+    """The largest error of another rank than each: a wait is between two clocks."""
     order = np.argsort(error)
     largest, second = error[order[-1]], error[order[-2]]
-    return np.where(row == order[-1], second, largest)
+    return np.asarray(np.where(np.arange(len(error)) == order[-1], second, largest))
 
 
-def _nullable(values: Ints) -> pa.Array[Any]:
+def _whole(values: Floats) -> Ints:
+    return np.rint(values).astype(np.int64)
+
+
+def _nullable(values: Ints) -> Any:
     return pa.array(values, mask=values < 0)
 
 
-def _rounded(values: Floats) -> pa.Array[Any]:
+def _rounded(values: Floats) -> Any:
     known = np.isfinite(values)
-    return pa.array(np.round(np.where(known, values, 0.0)).astype(np.int64), mask=~known)
+    return pa.array(_whole(np.where(known, values, 0.0)), mask=~known)
