@@ -17,11 +17,12 @@ from pyarrow import compute
 
 from tailscope.schema import RANK_EVENTS
 
-#: Untyped: the stubs of pyarrow know only some of what these functions take.
-pc: Any = compute
 from . import _kineto_names as names
 from ._kineto_spool import NONE, PHASE_INDEX, Spool
 from ._kineto_timeline import Intervals, Ints
+
+#: Untyped: the stubs of pyarrow know only some of what these functions take.
+pc: Any = compute
 
 #: Columns of `rank_events` that only collectives have.
 _COLUMNS = (
@@ -82,7 +83,9 @@ def _told(rows: pa.Table) -> list[_Told]:
         args = _read(text or "{}")
         args = args if isinstance(args, dict) else {}
         said = {ours: args.get(key) for ours, (key, _) in _SAID.items()}
-        known = {ours: v for ours, v in said.items() if type(v) is _SAID[ours][1] and not _beyond(v)}
+        known: dict[str, Any] = {
+            ours: v for ours, v in said.items() if type(v) is _SAID[ours][1] and not _beyond(v)
+        }
         types = args.get("Input type")
         told.append(
             _Told(
@@ -162,7 +165,8 @@ class Collectives:
 
     def columns(self, part: Ints, batch: pa.Table) -> dict[str, Any]:
         """Columns of `rank_events` for a batch of events, of which `part` says what collective each is."""
-        taken = self._table.select(self._known).take(pa.array(np.where(part >= 0, part, len(self._numbers))))
+        places: Any = pa.array(np.where(part >= 0, part, len(self._numbers)))
+        taken = self._table.select(self._known).take(places)
         columns: dict[str, Any] = {name: taken[name] for name in self._known}
         columns["bytes_in"] = pc.coalesce(columns.get("bytes_in", batch["bytes"]), batch["bytes"])
         return columns

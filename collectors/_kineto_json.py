@@ -115,11 +115,19 @@ class TraceEvents:
         whole = '{"traceEvents":0' + text.decode("latin-1")
         try:
             _, used = LENIENT.raw_decode(whole)
+        except json.JSONDecodeError as error:
+            cut = _is_cut(error, whole)
+            self._source.tally.reject(
+                "file ends in the metadata after the events"
+                if cut
+                else "metadata after the events that is not valid JSON"
+            )
+            return
         except (ValueError, RecursionError):
-            used = len(whole)
-        if not self._learn(whole[:used].encode("latin-1")):
-            self._source.tally.reject("file ends in the metadata after the events")
-        elif whole[used:].strip():
+            self._source.tally.reject("metadata after the events that is not valid JSON")
+            return
+        self._learn(whole[:used].encode("latin-1"))
+        if whole[used:].strip():
             self._source.tally.reject("something follows the end of the trace")
 
     def _closes(self, stream: IO[bytes], text: bytes, cuts: Any, end: int) -> tuple[bool, bytes]:
@@ -172,7 +180,7 @@ class TraceEvents:
         while (other := codes[comma] != COMMA).any():
             comma[other] -= 1
         codes[comma] = RETURN
-        offsets = np.concatenate([[0], cuts, [len(text)]]).astype(np.int32)
+        offsets: Any = np.concatenate([[0], cuts, [len(text)]]).astype(np.int32)
         texts: Any = pa.StringArray.from_buffers(len(offsets) - 1, pa.py_buffer(offsets), pa.py_buffer(clean))
         try:
             texts.validate(full=True)

@@ -20,10 +20,11 @@ from pyarrow import compute
 
 from tailscope.source import Tally
 
-#: Untyped: the stubs of pyarrow know only some of what these functions take.
-pc: Any = compute
 from . import _kineto_json as kineto_json
 from . import _kineto_names as names
+
+#: Untyped: the stubs of pyarrow know only some of what these functions take.
+pc: Any = compute
 
 #: Texts handed to a thread of DuckDB's at a time, and rows taken back.
 TEXTS, ROWS = 16_384, 65_536
@@ -56,7 +57,7 @@ _NS = (
     "CASE WHEN {0} BETWEEN -9e15 AND 9e15 "
     "THEN CAST(trunc({0}) AS BIGINT) * 1000 + CAST(round(({0} - trunc({0})) * 1000) AS BIGINT) END"
 )
-_TEXTS = pa.schema([("number", pa.int64()), ("event", pa.string())])
+_TEXTS = pa.schema([pa.field("number", pa.int64()), pa.field("event", pa.string())])
 _READ = f"""
 SELECT number, e IS NULL AS broken, CASE WHEN e.ph IS NULL THEN event END AS unread, e.ph, e.cat AS category, coalesce(e.name, '') AS name, e.tid AS thread,
        coalesce(e.cat IN ('kernel', 'gpu_memcpy', 'gpu_memset', 'gpu_user_annotation'), false) AS on_gpu,
@@ -204,7 +205,7 @@ class Spool:
 
     def _texts_from(self, number: int) -> list[str]:
         """The texts of an event and those that follow, as many as an event may have been cut in."""
-        found: list[str] = []
+        found: list[Any] = []
         for first, texts in list(self._texts):
             if first + len(texts) > number and len(found) < kineto_json.MOST_PIECES:
                 inside = max(number - first, 0)
@@ -215,7 +216,7 @@ class Spool:
         if not events:
             return
         batch = pa.RecordBatch.from_pydict(
-            dict(zip(_TEXTS.names, zip(*events, strict=True), strict=True)), _TEXTS
+            {"number": [n for n, _ in events], "event": [text for _, text in events]}, _TEXTS
         )
         with self._connection.cursor() as connection:
             for rows in self._parse(connection, iter([batch])):
@@ -295,11 +296,11 @@ class Spool:
         if len(known):
             found &= known[inside] == correlation
             return np.ma.masked_array(launched[inside], ~found)
-        return np.ma.masked_all(len(correlation), np.int64)
+        return np.ma.masked_array(np.zeros(len(correlation), np.int64), True)
 
     def rows(self) -> Iterator[pa.Table]:
         """All rows that were kept, in the file's order."""
-        with pa.ipc.open_stream(str(self._path)) as reader:
+        with pa.OSFile(str(self._path), "rb") as file, pa.ipc.open_stream(file) as reader:
             for batch in reader:
                 yield pa.Table.from_batches([batch])
 

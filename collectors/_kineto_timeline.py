@@ -108,6 +108,8 @@ class Timeline:
             for name, thread, start, duration, on_gpu, annotation in zip(
                 *(rows[c].to_pylist() for c in columns), strict=True
             )
+            # An annotation whose end is not known encloses nothing.
+            if duration is not None or not annotation
         ]
         annotations = [
             (n, thread, start, end) for n, thread, start, end, gpu, note in told if note and not gpu

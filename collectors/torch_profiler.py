@@ -16,13 +16,14 @@ from pyarrow import compute
 from tailscope.schema import EVENTS, ITERATIONS, PROFILES, RANK_EVENTS, Table
 from tailscope.source import INT64_MAX, Source
 
-#: Untyped: the stubs of pyarrow know only some of what these functions take.
-pc: Any = compute
 from . import _kineto_names as names
 from ._kineto_collectives import Collectives
 from ._kineto_json import START, TraceEvents
 from ._kineto_spool import NONE, Spool
 from ._kineto_timeline import Ints, Timeline
+
+#: Untyped: the stubs of pyarrow know only some of what these functions take.
+pc: Any = compute
 
 Item = TypeVar("Item")
 #: Times from here on are ns since the epoch and not since a base: 2001.
@@ -192,8 +193,10 @@ def _groups(told: Any) -> list[tuple[str, list[int]]]:
     groups = {}
     for group in told if isinstance(told, list) else []:
         ranks = group.get("ranks") if isinstance(group, dict) else None
-        if isinstance(ranks, list) and all(_count(r) is not None for r in ranks):
-            groups[_text(str(group.get("pg_name"))) or ""] = ranks
+        name = group.get("pg_name") if isinstance(group, dict) else None
+        named = isinstance(name, (str, int))
+        if named and isinstance(ranks, list) and all(_count(r) is not None for r in ranks):
+            groups[_text(str(name)) or ""] = ranks
     return sorted(groups.items())
 
 

@@ -66,7 +66,7 @@ def window_decision(rows: Sequence[Row], all_ns: int, limits: Mapping[str, float
             f"by the clocks rank {worst['rank']} is late, but it is not the one that leaves collectives soonest: clocks are off",
         )
     transient = [r for r in rows if (r["outlier_steps"] or 0) >= 2]
-    if worst in transient and passes(worst):
+    if worst in transient and passes(worst, limits):
         return found_passing(rows, transient, all_ns)
     chance = stats.binomtest(worst["lead_steps"], window["steps"], 1 / len(rows), "greater").pvalue
     share = worst["own_ns"] / window["step_ns"]
@@ -92,9 +92,10 @@ def window_decision(rows: Sequence[Row], all_ns: int, limits: Mapping[str, float
     )
 
 
-def passes(late: Row) -> bool:
-    """Whether few steps hold most of a rank's lateness."""
-    return bool(late["outlier_ns"] >= 0.5 * late["own_ns"] and late["outlier_steps"] <= late["steps"] / 2)
+def passes(late: Row, limits: Mapping[str, float]) -> bool:
+    """Whether a rank's lateness is that of few steps: without them it would not be worth acting on."""
+    left_ns = late["own_ns"] - late["outlier_ns"]
+    return bool(late["outlier_steps"] <= late["steps"] / 2 and left_ns < limits["share"] * late["step_ns"])
 
 
 def found_passing(rows: Sequence[Row], transient: Sequence[Row], all_ns: int) -> Decision:

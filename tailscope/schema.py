@@ -365,7 +365,7 @@ SOURCES = Table(
         Column("source", TEXT, "", "Identity: start of the content hash."),
         Column("kind", TEXT, "", "Collector that read it."),
         Column("path", TEXT, "", "Path as given."),
-        Column("content_hash", TEXT, "hex", "BLAKE2b of the uncompressed content."),
+        Column("content_hash", TEXT, "hex", "BLAKE2b over those of each 4 MiB of the uncompressed content."),
         Column("collector", TEXT, "", "Collector that read it."),
         Column("version", TEXT, "", "Version of the collector's mapping."),
         Column("clock", TEXT, "", "Clock of its times: wall, monotonic, perf_counter, profiler or log."),

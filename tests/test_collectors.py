@@ -3,7 +3,8 @@
 A case holds one `input.*` (read by the collector NAME), what it must give as `TABLE.csv` (only the columns
 named in the header are compared, in order of appearance; an empty cell is NULL) and `tally.json` with
 `rejected`, `skipped`, `blanked` (reason -> count) and, where they matter, `notes`, `clock`. A case whose collector raises has
-`error.txt`, the message without the path. `options.json` may set `log_tz`, `hash_ids` and `attributes`.
+`error.txt`, the message without the path. `options.json` may set `log_tz`, `hash_ids`, `attributes`,
+`rank` and `python_stacks`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ def options(case: Path) -> Options:
         attributes=Attributes(**raw.get("attributes", {})),
         log_tz=ZoneInfo(raw["log_tz"]) if "log_tz" in raw else None,
         hash_ids=raw.get("hash_ids", False),
+        rank=raw.get("rank"),
+        python_stacks=raw.get("python_stacks", False),
     )
 
 

@@ -31,7 +31,9 @@ Event = dict[str, Any]
 Rows = list[dict[str, Any]]
 COLUMNS = ("category", "name", "thread", "start_ns", "duration_ns", "stream", "correlation")
 UNWANTED = ("Trace", "python_function")
-SLOW_IS_FINE = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+SLOW_IS_FINE = settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 
 
 @dataclass
@@ -52,13 +54,17 @@ def sizes(piece: int, texts: int) -> Iterator[None]:
         yield
 
 
-def spooled(folder: Path, content: bytes, *, python_stacks: bool = False) -> tuple[Rows, dict[str, Any], Tally]:
+def spooled(
+    folder: Path, content: bytes, *, python_stacks: bool = False
+) -> tuple[Rows, dict[str, Any], Tally]:
     """(rows, metadata, tally) as the spool gives them."""
     text = Text(content)
     events = kineto_json.TraceEvents(text)
     with kineto_spool.Spool(folder, text.tally, python_stacks=python_stacks) as spool:
         any_kept = spool.fill(events)
-        rows = [row for table in spool.rows() for row in table.select(COLUMNS).to_pylist()] if any_kept else []
+        rows = (
+            [row for table in spool.rows() for row in table.select(COLUMNS).to_pylist()] if any_kept else []
+        )
     return rows, {k: v for k, v in events.metadata.items() if k != "traceEvents"}, text.tally
 
 
@@ -93,12 +99,33 @@ def plain_rows(events: list[Any]) -> Rows:
 # -- any trace, written in any way -------------------------------------------------------------
 
 #: Names and texts that look like structure.
-SNIPPETS = ("}, {", "},{", "} , {", "}]", "}],", "}]}", '"traceEvents": [', '"ph": "X"', "\\", '"', "{", "[", ",", "é😀", "\x00", "\n")
-texts = st.lists(st.one_of(st.sampled_from(SNIPPETS), st.text(max_size=4)), max_size=4).map("".join).filter(
-    lambda text: not any("\ud800" <= character <= "\udfff" for character in text)
+SNIPPETS = (
+    "}, {",
+    "},{",
+    "} , {",
+    "}]",
+    "}],",
+    "}]}",
+    '"traceEvents": [',
+    '"ph": "X"',
+    "\\",
+    '"',
+    "{",
+    "[",
+    ",",
+    "é😀",
+    "\x00",
+    "\n",
+)
+texts = (
+    st.lists(st.one_of(st.sampled_from(SNIPPETS), st.text(max_size=4)), max_size=4)
+    .map("".join)
+    .filter(lambda text: not any("\ud800" <= character <= "\udfff" for character in text))
 )
 #: Looks like an event, and stands in the arguments of one.
-inner_events = st.fixed_dictionaries({"ph": st.sampled_from(("X", "M")), "name": texts, "ts": st.integers(0, 9)})
+inner_events = st.fixed_dictionaries(
+    {"ph": st.sampled_from(("X", "M")), "name": texts, "ts": st.integers(0, 9)}
+)
 objects = st.one_of(st.dictionaries(texts, st.integers(-9, 9), max_size=2), inner_events)
 values = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(allow_nan=False), texts),
@@ -110,14 +137,18 @@ values = st.recursive(
 times = st.integers(0, 2**43 * 1_000 - 1).map(lambda ns: ns / 1_000)
 whole = st.integers(-(2**63), 2**63 - 1)
 arguments = st.one_of(
-    st.fixed_dictionaries({}, optional={"stream": whole, "correlation": whole, "Input Dims": values, "l": values}),
+    st.fixed_dictionaries(
+        {}, optional={"stream": whole, "correlation": whole, "Input Dims": values, "l": values}
+    ),
     st.lists(values, max_size=2),
     texts,
 )
 spans = st.fixed_dictionaries(
     {"ph": st.just("X"), "ts": times},
     optional={
-        "cat": st.sampled_from(("cpu_op", "kernel", "user_annotation", "cuda_runtime", "python_function", "Trace")),
+        "cat": st.sampled_from(
+            ("cpu_op", "kernel", "user_annotation", "cuda_runtime", "python_function", "Trace")
+        ),
         "name": texts,
         "pid": st.one_of(st.integers(0, 9), texts),
         "tid": whole,
@@ -126,9 +157,12 @@ spans = st.fixed_dictionaries(
     },
 )
 #: Cut where the array is, and nowhere else.
-plain_spans = spans.map(lambda span: {k: v for k, v in span.items() if k in ("ph", "ts", "cat", "tid", "dur")})
+plain_spans = spans.map(
+    lambda span: {k: v for k, v in span.items() if k in ("ph", "ts", "cat", "tid", "dur")}
+)
 others = st.fixed_dictionaries(
-    {"ph": st.sampled_from(("M", "i", "s", "f", "C", "b", "e"))}, optional={"ts": values, "id": values, "args": values}
+    {"ph": st.sampled_from(("M", "i", "s", "f", "C", "b", "e"))},
+    optional={"ts": values, "id": values, "args": values},
 )
 entries = st.one_of(spans, spans, others)
 metadata = st.dictionaries(texts.filter(lambda key: key != "traceEvents"), values, max_size=3)
@@ -193,7 +227,10 @@ def test_any_trace_gives_the_rows_that_a_plain_reading_gives(
 @SLOW_IS_FINE
 @given(
     styles,
-    st.lists(st.one_of(plain_spans, st.sampled_from((None, 5, "x", [], [1], {}, {"a": 1}, {"ph": None}))), max_size=6),
+    st.lists(
+        st.one_of(plain_spans, st.sampled_from((None, 5, "x", [], [1], {}, {"a": 1}, {"ph": None}))),
+        max_size=6,
+    ),
     metadata,
     pieces,
 )
@@ -216,7 +253,16 @@ TRACE = written(
     "kineto",
     {"schemaVersion": 1, "distributedInfo": {"rank": 3, "pg_config": [{"pg_name": "0"}, {"pg_name": "1"}]}},
     [
-        {"ph": "X", "cat": "cpu_op", "name": f"op {i}", "pid": 1, "tid": 1, "ts": 10.125 * i, "dur": 1.5, "args": {"a": [{"b": i}, {"c": "}, {"}]}}
+        {
+            "ph": "X",
+            "cat": "cpu_op",
+            "name": f"op {i}",
+            "pid": 1,
+            "tid": 1,
+            "ts": 10.125 * i,
+            "dur": 1.5,
+            "args": {"a": [{"b": i}, {"c": "}, {"}]},
+        }
         for i in range(4)
     ],
     {"traceName": "x", "pg": [{"a": 1}, {"a": 2}], "baseTimeNanoseconds": 1_700_000_000_000_000_000},
@@ -251,7 +297,9 @@ def test_a_trace_cut_anywhere_gives_the_events_before_the_cut(tmp_path: Path, pi
 
 @SLOW_IS_FINE
 @given(st.lists(st.integers(0, 2**43 * 1_000 - 1), min_size=1, max_size=300))
-def test_times_with_three_decimals_are_exact(tmp_path_factory: pytest.TempPathFactory, times_ns: list[int]) -> None:
+def test_times_with_three_decimals_are_exact(
+    tmp_path_factory: pytest.TempPathFactory, times_ns: list[int]
+) -> None:
     events = ",".join(
         f'{{"ph":"X","cat":"cpu_op","name":"a","tid":1,"ts":{ns // 1_000}.{ns % 1_000:03d},"dur":{ns // 1_000}.{ns % 1_000:03d}}}'
         for ns in times_ns
@@ -262,8 +310,16 @@ def test_times_with_three_decimals_are_exact(tmp_path_factory: pytest.TempPathFa
 
 
 def test_an_event_cut_in_pieces_far_into_a_long_trace(tmp_path: Path) -> None:
-    cut = {"ph": "X", "name": "}, {", "ts": 1, "dur": 1, "args": {"l": [{"ph": "X", "name": "inner", "ts": 1}, {"a": 1}]}}
-    events = [cut if i % 9_999 == 5 else {"ph": "X", "name": str(i), "ts": i, "dur": 1} for i in range(70_000)]
+    cut = {
+        "ph": "X",
+        "name": "}, {",
+        "ts": 1,
+        "dur": 1,
+        "args": {"l": [{"ph": "X", "name": "inner", "ts": 1}, {"a": 1}]},
+    }
+    events = [
+        cut if i % 9_999 == 5 else {"ph": "X", "name": str(i), "ts": i, "dur": 1} for i in range(70_000)
+    ]
     events[-1] = cut
     rows, _, tally = spooled(tmp_path, compact({"traceEvents": events}).encode())
     assert rows == plain_rows(events)
@@ -271,7 +327,9 @@ def test_an_event_cut_in_pieces_far_into_a_long_trace(tmp_path: Path) -> None:
 
 
 def test_a_hundred_thousand_names(tmp_path: Path) -> None:
-    events = [{"ph": "X", "cat": "kernel", "name": f"fused_moe_{i}", "ts": i, "dur": 1} for i in range(100_000)]
+    events = [
+        {"ph": "X", "cat": "kernel", "name": f"fused_moe_{i}", "ts": i, "dur": 1} for i in range(100_000)
+    ]
     path = tmp_path / "rank0.json"
     path.write_text(compact({"traceEvents": events}))
     count = 0
@@ -335,7 +393,9 @@ def test_generated_profile_row_by_row(tmp_path: Path) -> None:
             "dtype": args.get("dtype"),
         }
         assert {key: row[key] for key in expected} == expected
-    assert [i["decode_requests"] for i in rows["iterations"]] == [int(s["name"][:-1].rsplit("(")[-1]) for s in steps]
+    assert [i["decode_requests"] for i in rows["iterations"]] == [
+        int(s["name"][:-1].rsplit("(")[-1]) for s in steps
+    ]
     assert not source.tally.rejected
     assert source.tally.skipped == {"flow arrows": 2 * len(launched)}
 
@@ -418,7 +478,9 @@ def test_when_a_profile_was_written(name: str, expected: int | None) -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("after", [False, True])
-def test_clock(tmp_path: Path, told: dict[str, Any], ts: float, start_ns: int, clock: str, after: bool) -> None:
+def test_clock(
+    tmp_path: Path, told: dict[str, Any], ts: float, start_ns: int, clock: str, after: bool
+) -> None:
     path = tmp_path / "rank0.json"
     events = {"traceEvents": [{**OP, "ts": ts}]}
     path.write_text(compact({**events, **told} if after else {**told, **events}))

@@ -35,6 +35,9 @@ VIEWS = (
     "counters",
     "histograms",
     "coverage",
+    "profiles",
+    "rank_windows",
+    "rank_rounds",
 )
 #: What a row is unless the case says otherwise.
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -42,7 +45,17 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "joined": {"billed": True, "engine_saw": True, "status": "ok", "instance": "a"},
     "coupling": {"n": 1000, "n_eff": 500, "culprit_requests": 5},
     "steps": {"instance": "a"},
-}
+    "profiles": {"instance": "a"},
+    "rank_windows": {
+        "window": 0, "world": "w", "world_size": 2, "missing": 0, "used": True, "collectives": 32, "unmatched": 0,
+        "first_ns": 100, "last_ns": 900,
+    },
+    "rank_rounds": {
+        "window": 0, "group": "", "complete": True, "kind": "all_reduce", "phase": "combine", "error_ns": 1000.0, "is_last": False,
+        "is_shortest": False, "caused_ns": 0, "own_ns": 0, "wait_ns": 0, "transfer_ns": 1_000_000, "slow_ns": 0,
+        "end_ns": 11_000_000,
+    },
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -54,20 +67,32 @@ def views(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trace]:
         writer.commit({"kind": "test"})
     with Trace(path) as trace:
         diagnose(trace, Config())
+        # A table of the trace is a view of files. A case's rows take its place.
+        trace.connection.execute("CREATE TEMP TABLE profiles AS FROM main.profiles")
         yield trace
 
 
 def run(trace: Trace, rule: str, case: dict[str, Any]) -> Decision:
     if case.get("steps"):
         case = {"coverage": [{"join": "request → iterations", "matched": 1, "total": 1}], **case}
+    if case.get("rank_windows"):
+        case = {"profiles": [{}], **case}
     for view in VIEWS:
         trace.connection.execute(f"DELETE FROM {view}")
-        rows = [{**DEFAULTS.get(view, {}), **row} for row in case.get(view, [])]
+        rows = [{**DEFAULTS.get(view, {}), **row} for row in expanded(case.get(view, []))]
         for row in rows:
             trace.connection.register("case_row", pa.Table.from_pylist([row]))
             trace.connection.execute(f"INSERT INTO {view} BY NAME SELECT * FROM case_row")
             trace.connection.unregister("case_row")
     return judge(trace, *RULES[rule])
+
+
+def expanded(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """A row with a list of rounds stands for one of each, which is a step of its own unless the row says which."""
+    for row in rows:
+        numbers = row.get("round")
+        for number in numbers if isinstance(numbers, list) else [numbers]:
+            yield row if number is None else {"step": number, **row, "round": number}
 
 
 def shown(finding: Finding, keys: set[str]) -> dict[str, Any]:
@@ -76,6 +101,7 @@ def shown(finding: Finding, keys: set[str]) -> dict[str, Any]:
         "severity": finding.severity,
         "basis": finding.basis,
         "culprit": finding.culprit.id,
+        "title": finding.title,
         "victims": [victim.id for victim in finding.victims],
         "share_of_tail": finding.share_of_tail,
         "window_ns": None if finding.window_ns is None else list(finding.window_ns),
@@ -88,6 +114,7 @@ def test_case(views: Trace, rule: str, name: str, case: dict[str, Any]) -> None:
     decision = run(views, rule, case)
     assert decision.status == case["status"], decision.reason
     assert decision.reason
+    assert case.get("reason", "") in decision.reason
     expected = case["findings"]
     assert len(decision.findings) == len(expected)
     for finding, wanted in zip(decision.findings, expected, strict=True):

@@ -51,14 +51,16 @@ def fit_clocks(start: Floats, end: Floats, *, one_host: bool) -> list[Clock]:
         basis = "one host" if one_host else "none"
         error = SAME_HOST_NS if one_host else np.inf
         return [Clock(0.0, 0.0, 0.0, error, basis) for _ in range(end.shape[0])]
-    if one_host and np.mean(_impossible(start, end)) < IMPOSSIBLE:
-        return [Clock(0.0, 0.0, 0.0, SAME_HOST_NS, "one host") for _ in range(end.shape[0])]
     # Not every rank is in every round, and clocks may be far apart: who is there must not move the common time.
     aligned = end - _pairwise(end)[:, None]
     for _ in range(PASSES):
         common = median_of(aligned)
         fitted = [_fit(row, common) for row in end]
         aligned = np.array([row - clock.of(row) for row, clock in zip(end, fitted, strict=True)])
+    if one_host and np.mean(_impossible(start, end)) < IMPOSSIBLE:
+        # A shared clock is at least as good as the ends show it to be.
+        seen = [abs(clock.offset_ns) + clock.error_ns for clock in fitted]
+        return [Clock(0.0, 0.0, 0.0, min(SAME_HOST_NS, max(seen)), "one host") for _ in fitted]
     return fitted
 
 

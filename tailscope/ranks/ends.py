@@ -186,8 +186,8 @@ def _gap(one: Sequence, other: Sequence) -> float:
 def _nearest(one: Sequence, other: Sequence, mine: Ints, by_end: Ints, offset: Floats, width: float) -> Ints:
     """For each of mine the one of theirs whose end is next to its, -1 where none is, or another of mine is nearer."""
     at = one.end_ns[mine] + offset
-    low, high = np.searchsorted(other.end_ns[by_end], [at.min() - width, at.max() + width]) + [-1, 1]
-    by_end = by_end[max(low, 0) : high]
+    low, high = np.searchsorted(other.end_ns[by_end], [at.min() - width, at.max() + width])
+    by_end = by_end[max(low - 1, 0) : high + 1]
     ends = other.end_ns[by_end].astype(np.float64)
     after = np.clip(np.searchsorted(ends, at), 1, max(len(ends) - 1, 1))
     before = after - 1
