@@ -57,7 +57,8 @@ _NS = (
     "CASE WHEN {0} BETWEEN -9e15 AND 9e15 "
     "THEN CAST(trunc({0}) AS BIGINT) * 1000 + CAST(round(({0} - trunc({0})) * 1000) AS BIGINT) END"
 )
-_TEXTS = pa.schema([pa.field("number", pa.int64()), pa.field("event", pa.string())])
+_TEXT_FIELDS: list[Any] = [("number", pa.int64()), ("event", pa.string())]
+_TEXTS = pa.schema(_TEXT_FIELDS)
 _READ = f"""
 SELECT number, e IS NULL AS broken, CASE WHEN e.ph IS NULL THEN event END AS unread, e.ph, e.cat AS category, coalesce(e.name, '') AS name, e.tid AS thread,
        coalesce(e.cat IN ('kernel', 'gpu_memcpy', 'gpu_memset', 'gpu_user_annotation'), false) AS on_gpu,

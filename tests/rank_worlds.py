@@ -71,6 +71,7 @@ class World:
     steps: int = 10
     layers: int = 4
     windows: int = 1
+    pause_ns: float = 5 * S
     layout: str = "moe"
     attention_ns: float = 600 * US
     expert_ns: float = 900 * US
@@ -230,7 +231,7 @@ def live(world: World) -> Lived:
                     life.meet("in", [life.everyone], step, layer)
                     life.work("expert", world.expert_ns, step, layer)
                     life.meet("out", [life.everyone], step, layer)
-        life.now += 5 * S
+        life.now += world.pause_ns
     return life.lived
 
 

@@ -265,6 +265,16 @@ def test_ranks_of_one_host_share_a_clock() -> None:
         )
 
 
+def test_a_shared_clock_is_known_as_well_as_ends_show_it() -> None:
+    alike = fit_clocks(*times(live(World())), one_host=True)
+    assert {clock.basis for clock in alike} == {"one host"}
+    assert max(clock.error_ns for clock in alike) < 10 * US
+    # What may be the clock's or the way a rank leaves counts as error.
+    off = fit_clocks(*times(live(World(ranks=2, offset_ns=(0, 40 * US)))), one_host=True)
+    assert [clock.offset_ns for clock in off] == [0.0, 0.0]
+    assert 38 * US <= min(clock.error_ns for clock in off) < SAME_HOST_NS
+
+
 def test_a_shared_clock_that_is_impossible_is_not_believed() -> None:
     world = World(offset_ns=(0, 0, 2 * MS, 0))
     fitted = fit_clocks(*times(live(world)), one_host=True)
@@ -596,13 +606,21 @@ def test_healthy_worlds_raise_no_alarm(tmp_path: Path) -> None:
     assert sum(loud(d) for d in decisions.values()) == 0
 
 
+@pytest.mark.xfail(strict=True, reason="each rank of several that are late in turn counts as transient")
+def test_lateness_that_goes_round_in_every_step_is_no_ranks(tmp_path: Path) -> None:
+    slow = tuple(Slow(step % 2, 2.0, steps=(step,)) for step in range(12))
+    some = several(World(layers=2, steps=12, metadata="named", slow=slow, **apart(2, 0.5)), range(6))
+    decisions = judged(tmp_path / "t", *some)
+    assert sum(loud(d) for d in decisions.values()) == 0
+
+
 def test_what_cannot_be_decided_is_not(tmp_path: Path) -> None:
     slow = (Slow(1, 2.0),)
     some = {
         "a rank is missing": (World(absent=(3,), slow=slow), "inconclusive", "profiles of 3 of 4 ranks"),
         "one step": (World(steps=1, slow=slow), "inconclusive", "one step of 4 ranks"),
         "one rank": (World(ranks=2, absent=(1,)), "inconclusive", "profiles of 1 of 2 ranks"),
-        "clocks unknown": (World(slow=(Slow(1, 1.15),), attention_ns=300 * US), "inconclusive", "less than clocks are known"),
+        "clocks unknown": (World(slow=(Slow(1, 1.15),), straggle_ns=800 * US, metadata="named", **apart(4, 2.0)), "inconclusive", "less than clocks are known"),
     }  # fmt: skip
     decisions = judged(tmp_path / "t", *(replace(world, name=name) for name, (world, _, _) in some.items()))
     for name, (_, status, reason) in some.items():
@@ -621,7 +639,7 @@ def test_three_steps_are_too_few_to_say_that_lateness_rotates(tmp_path: Path) ->
 def test_two_late_steps_are_not_called_all(tmp_path: Path) -> None:
     """By noise a rank leads in others too; still it is those two that cost time."""
     slow = (Slow(1, 6.0, "expert", 1, (2, 5)),)
-    some = several(World(metadata="named", slow=slow, **apart(4, 0.5)), range(12))
+    some = several(World(metadata="named", slow=slow, **apart(4, 0.5)), range(8))
     decisions = judged(tmp_path / "t", *some)
     assert {said(f) for d in decisions.values() for f in d.findings} == {
         ("1", "transient", "expert compute of layer 1")
@@ -688,14 +706,14 @@ TP2, EP2 = VLLM / "run2-moe-tp2", VLLM / "run3-moe-dp2-ep2-patched"
 
 @needs_captures
 def test_a_slowed_tensor_parallel_rank_is_named_in_its_window_alone(read: Callable[[Path], Read]) -> None:
-    of = read(TP2 / "profile")
+    of = read(TP2)
     [found] = of.findings()
     assert (found.severity, found.basis, said(found)) == (
         "high",
         "measured",
         ("1", "persistent", "work in no single phase"),
     )
-    assert [victim.id for victim in found.victims] == ["0"]
+    assert [victim.id for victim in found.victims if victim.kind == "rank"] == ["0"]
     assert found.evidence[0].data["lead_steps"] == found.evidence[0].data["steps"] == 12
     assert found.evidence[1].data["slowdown"] == pytest.approx(1.86, abs=0.02)
     [second] = of.rows(
@@ -707,7 +725,7 @@ def test_a_slowed_tensor_parallel_rank_is_named_in_its_window_alone(read: Callab
 
 @needs_captures
 def test_a_slowed_expert_parallel_rank_is_named_with_its_experts(read: Callable[[Path], Read]) -> None:
-    of = read(EP2 / "profile")
+    of = read(EP2)
     found, ordinary = of.findings()
     assert (found.severity, said(found)) == ("high", ("1", "persistent", "expert compute of 4 layers"))
     assert found.victims[0].detail["waits_in"] == "combine"

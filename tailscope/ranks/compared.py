@@ -93,7 +93,7 @@ def write_ranks(trace: Trace, scope: Scope) -> None:
         waits = compare(trace, window)
         for table in waits.tables:
             # In batches, so that DuckDB's threads share the work.
-            rows = table.select(_ROUNDS.names).cast(_ROUNDS)
+            rows = table.select(_ROUNDS.names)
             con.register("new_rounds", pa.Table.from_batches(rows.to_batches(BATCH), rows.schema))
             con.execute("INSERT INTO rank_rounds SELECT * FROM new_rounds")
             con.unregister("new_rounds")

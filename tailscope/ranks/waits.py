@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 
@@ -35,8 +37,9 @@ PHASES = ("dispatch", "expert", "combine", "router", "attention", "moe", "collec
 #: Phases that work between collectives is told apart by; what is in none is `other`.
 WORK = ("expert", "attention", "router", "moe", "other")
 OTHER = len(WORK) - 1
-_KINDS, _PHASES, _WORK = (cast(Any, pa.array(names)) for names in (KINDS, PHASES, WORK))
 EXPERT, DISPATCH, COMBINE = WORK.index("expert"), PHASES.index("dispatch"), PHASES.index("combine")
+#: Ranks read and matched beside each other: NumPy and DuckDB leave Python's lock alone.
+BESIDE = 4
 #: A transfer counts as slow beyond so many deviations from those of its size.
 SLOW_DEVIATIONS = 5.0
 
@@ -81,7 +84,11 @@ class RankCollectives:
 
 
 def load_rank(trace: Trace, profile: Profile, origin_ns: int) -> RankCollectives:
-    con = trace.connection
+    with trace.connection.cursor() as con:
+        return _load(con, profile, origin_ns)
+
+
+def _load(con: duckdb.DuckDBPyConnection, profile: Profile, origin_ns: int) -> RankCollectives:
     known = {"source": profile.source}
     groups = [
         name
@@ -92,13 +99,13 @@ def load_rank(trace: Trace, profile: Profile, origin_ns: int) -> RankCollectives
         ).fetchall()
     ]
     sql = _COLLECTIVES.format(group=_index_sql('"group"', groups))
-    columns = con.execute(sql, known).fetchnumpy()
-    arrays = {name: np.asarray(values, np.int64) for name, values in columns.items()}
+    rows = con.sql(sql, params=known).to_arrow_table()
+    arrays = {name: np.asarray(rows[name].to_numpy(), np.int64) for name in rows.column_names}
     start = (arrays.pop("start_ns") - origin_ns).astype(np.float64)
     end = (arrays.pop("end_ns") - origin_ns).astype(np.float64)
     over = np.concatenate([[np.nan], np.maximum.accumulate(end)[:-1]]) if len(end) else end
     work = np.maximum(start - over, 0.0)
-    by_phase = _by_phase(trace, profile, origin_ns, start, over, work)
+    by_phase = _by_phase(con, profile, origin_ns, start, over, work)
     # Between dispatch and combine the experts run, whatever the ops are called.
     before = np.concatenate([[UNKNOWN], arrays["phase"][:-1]]) if len(end) else arrays["phase"]
     inside = (arrays["phase"] == COMBINE) & (before == DISPATCH)
@@ -108,13 +115,18 @@ def load_rank(trace: Trace, profile: Profile, origin_ns: int) -> RankCollectives
 
 
 def _by_phase(
-    trace: Trace, profile: Profile, origin_ns: int, start: Floats, over: Floats, work: Floats
+    con: duckdb.DuckDBPyConnection,
+    profile: Profile,
+    origin_ns: int,
+    start: Floats,
+    over: Floats,
+    work: Floats,
 ) -> Floats:
     """The work before each collective by phase: the time that ops of a phase cover in it."""
     result = np.zeros((len(start), len(WORK)))
     if len(start):
         for on_gpu in (True, False):
-            ops = trace.connection.execute(_OPS, {"source": profile.source, "on_gpu": on_gpu}).fetchnumpy()
+            ops = con.execute(_OPS, {"source": profile.source, "on_gpu": on_gpu}).fetchnumpy()
             if not len(ops["start_ns"]):
                 continue
             phase = np.asarray(ops["phase"], np.int64)
@@ -132,6 +144,9 @@ def _by_phase(
                 covered = np.maximum(np.minimum(closed, start[collective]) - opened, 0.0)
                 result[:, index] += np.bincount(collective, weights=covered * known, minlength=len(start))
             break
+        else:
+            result[:, OTHER] = np.nan_to_num(work)
+            return result
     left = np.nan_to_num(work) - result[:, :OTHER].sum(axis=1)
     result[:, OTHER] = np.maximum(left, 0.0)
     return result
@@ -163,7 +178,8 @@ class WindowWaits:
 def compare(trace: Trace, window: Window) -> WindowWaits:
     """Match a window's collectives, align its clocks, and say who waited for whom."""
     origin = window.span_ns[0]
-    ranks = [load_rank(trace, profile, origin) for profile in window.profiles]
+    with ThreadPoolExecutor(BESIDE) as pool:
+        ranks = list(pool.map(lambda profile: load_rank(trace, profile, origin), window.profiles))
     waits = WindowWaits(window, [], [], collectives=sum(len(r.start_ns) for r in ranks))
     groups: list[Group] = []
     for key in sorted({key for rank in ranks for key in _keys(window, rank)}):
@@ -224,10 +240,13 @@ def _matched(window: Window, key: Key, ranks: list[RankCollectives]) -> tuple[Gr
     place = np.full((len(ranks), len(sequences[reference].kind)), UNKNOWN)
     place[reference] = sequences[reference].index
     unmatched = 0
-    for i, sequence in sequences.items():
-        if i != reference:
-            pairs = match(sequences[reference], sequence, shared_clock=window.one_host)
-            place[i, pairs.one] = sequence.index[pairs.other]
+    others = [i for i in sequences if i != reference]
+    with ThreadPoolExecutor(BESIDE) as pool:
+        matches = pool.map(
+            lambda i: match(sequences[reference], sequences[i], shared_clock=window.one_host), others
+        )
+        for i, pairs in zip(others, matches, strict=True):
+            place[i, pairs.one] = sequences[i].index[pairs.other]
             unmatched += pairs.unmatched
     name, _, size = key
     return Group(name, 0 < size == len(sequences) or (not size and not window.missing), place), unmatched
@@ -321,7 +340,6 @@ def _table(
         "slow_ns": pa.array(_whole(slow)),
         "phase_work_ns": _rounded(in_phase[0]),
         "phase_others_ns": _rounded(in_phase[1]),
-        "late_phase": _WORK.take(pa.array(phase)),
         "ranks": pa.array(taking),
     }
     of_round = pa.array(column)
@@ -331,8 +349,8 @@ def _table(
         "round": column,
         "rank": np.array(window.ranks)[row],
         "complete": pa.repeat(pa.scalar(group.complete), len(row)),
-        "kind": _KINDS.take(pa.array(told("kind"))),
-        "phase": _PHASES.take(_nullable(told("phase"))),
+        "kind": _named(KINDS, pa.array(told("kind"))),
+        "phase": _named(PHASES, _nullable(told("phase"))),
         "step": _nullable(told("step")),
         "layer": _nullable(told("layer")),
         "start_ns": _whole(start[present]) + origin,
@@ -345,6 +363,7 @@ def _table(
         "own_ns": np.where(is_late, _whole(own)[column], 0),
         "error_ns": (error + _other_error(error))[row],
         "tokens": _nullable(told("tokens")),
+        "late_phase": _named(WORK, pa.array(phase[column])),
         **{name: values.take(of_round) for name, values in by_round.items()},
     }
     return pa.table(columns)
@@ -408,6 +427,11 @@ def _other_error(error: Floats) -> Floats:
 
 def _whole(values: Floats) -> Ints:
     return np.rint(values).astype(np.int64)
+
+
+def _named(names: tuple[str, ...], indices: Any) -> Any:
+    """Names by index; millions of them are few texts."""
+    return pa.DictionaryArray.from_arrays(indices.cast(pa.int8()), pa.array(names))
 
 
 def _nullable(values: Ints) -> Any:
