@@ -257,8 +257,7 @@ class Spool:
         self._told.append(rows.filter(rows["at_hand"]))
         rows = rows.drop_columns(["args", "at_hand", "layer_mark"])
         if self._writer is None:
-            options = pa.ipc.IpcWriteOptions(compression="lz4")
-            self._writer = pa.ipc.new_stream(str(self._path), rows.schema, options=options)
+            self._writer = pa.ipc.new_stream(str(self._path), rows.schema)
         self._writer.write_table(rows.combine_chunks())
 
     def _finish(self) -> bool:

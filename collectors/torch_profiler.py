@@ -70,14 +70,15 @@ class TorchProfiler:
             spooled = Spool(Path(folder), source.tally, python_stacks=source.options.python_stacks)
             with spooled as spool:
                 events = TraceEvents(source)
-                if spool.fill(events):
+                if spool.fill(_ahead(events)):
                     yield from _ahead(_rows(source, spool, events.metadata))
                 else:
                     source.tally.note("the profile holds no ops: no CPU or GPU activity was recorded")
 
 
 def _ahead(items: Iterable[Item]) -> Iterator[Item]:
-    """The same items, the next of which is made while one is used: making rows and storing them take a core each."""
+    """The same items, the next of which is made while one is used: cutting and parsing take a core each, and so do
+    making rows and storing them."""
     iterator = iter(items)
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(next, iterator, None)

@@ -188,7 +188,10 @@ class TraceWriter:
     def _flush(self, pending: _Pending, rows: _Rows) -> None:
         table = rows.table
         pending.rows.pop(table.name, None)
-        ordered = pa.concat_tables(rows.batches).sort_by([(column, "ascending") for column in table.sort])
+        unordered = pa.concat_tables(rows.batches)
+        # A key that is the same in all rows only costs time.
+        keys = [key for key in table.sort if _varies(unordered[key])] or [table.sort[-1]]
+        ordered = unordered.sort_by([(key, "ascending") for key in keys])
         part = self.root / table.name / temporary_name(self._token, self._parts_written)
         self._parts_written += 1
         with writable(self.root):
@@ -285,6 +288,11 @@ class SourceWriter:
         """Make the source visible. Nothing is stored of one that the trace has."""
         self._writer.finish(source_row)
         return self._writer.commit().get(self._source_id, Stored())
+
+
+def _varies(column: pa.ChunkedArray[Any]) -> bool:
+    bounds: Any = pc.min_max(column)
+    return bool(bounds["min"].as_py() != bounds["max"].as_py() or 0 < column.null_count < len(column))
 
 
 def _write_part(part: Path, table: Table, rows: pa.Table) -> None:

@@ -84,6 +84,11 @@ class World:
     straggle_ns: float = 10 * US
     #: How much later than that each rank leaves, always.
     leaves_late_ns: tuple[float, ...] = ()
+    #: Every so many collectives one rank is held up when it leaves, for so long.
+    hiccup_every: int = 0
+    hiccup_ns: float = 0.0
+    #: By how much longer the transfer of a collective takes, by its number.
+    congested_ns: Mapping[int, float] = field(default_factory=dict)
     slow: tuple[Slow, ...] = ()
     #: named: groups and sequence numbers are known. plain: only kinds and order are.
     metadata: str = "plain"
@@ -204,14 +209,17 @@ class _Life:
         for members in groups:
             group = "world" if len(members) == world.ranks else f"tp{members[0] // world.tp}"
             came = {rank: float(now[rank]) for rank in members}
-            until = max(came.values()) + world.transfer_ns
+            number = len(self.rounds)
+            until = max(came.values()) + world.transfer_ns + world.congested_ns.get(number, 0.0)
             for rank in members:
                 late = float(world.of(world.leaves_late_ns, rank))
+                if world.hiccup_every and number % world.hiccup_every == 0 and rank == members[-1]:
+                    late += world.hiccup_ns
                 now[rank] = until + late + self.rng.uniform(0.1, 1.0) * world.straggle_ns
             left = {rank: float(now[rank]) for rank in members}
             did = {rank: self.done[rank] for rank in members}
             self.seqs[group] = self.seqs.get(group, -1) + 1
-            number, seq = len(self.rounds), self.seqs[group]
+            seq = self.seqs[group]
             self.rounds.append(Round(number, kind, phase, group, seq, step, layer, members, came, left, did))
             for rank in members:
                 self.done[rank] = {}

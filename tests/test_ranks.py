@@ -120,6 +120,7 @@ MATCHED: dict[str, tuple[dict[str, Any], Callable[[np.random.Generator], dict[st
     "dense, one host": ({"layout": "dense", **DENSE}, both),
     "one host with a clock that is off": ({"offset_ns": (0, 20 * MS)}, lags),
     "ends up to 50 us apart": ({"hosts": ("a", "b"), "offset_ns": (0, 2 * MS), "straggle_ns": 50 * US}, both),
+    "held up when leaving": ({"hosts": ("a", "b"), "offset_ns": (0, 2 * MS), "hiccup_every": 9, "hiccup_ns": 600 * US}, lags),
     "two steps": ({"hosts": ("a", "b"), "offset_ns": (0, 2 * MS), "steps": 2, "layers": 2, "begins_late": (0, 3)}, nothing),
 }  # fmt: skip
 
@@ -219,7 +220,7 @@ FITTED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", FITTED)
 def test_offsets_lie_within_their_stated_error(case: str) -> None:
-    worlds = several(World(**APART, steps=14), range(12), **FITTED[case])
+    worlds = several(World(**APART, steps=14), range(8), **FITTED[case])
     good = [within(w, fit_clocks(*times(live(w)), one_host=False)) for w in worlds]
     assert sum(good) >= 0.95 * len(good)
 
@@ -408,6 +409,30 @@ def test_between_dispatch_and_combine_the_experts_run_whatever_the_ops_are_calle
     assert {r["late_phase"] for r in late} == {"expert"}
 
 
+def test_groups_side_by_side_are_kept_apart_without_their_names(tmp_path: Path) -> None:
+    """Collectives outside of MoE exchanges are those of an engine's ranks."""
+    rows = compared(tmp_path / "t", World(tp=2, tokens_are_ids=True))["w"]
+    groups = {name: {r["rank"] for r in rows if r["group"] == name} for name in {r["group"] for r in rows}}
+    assert groups == {"": {0, 1, 2, 3}, "dp0 pp0": {0, 1}, "dp1 pp0": {2, 3}}
+    assert all(r["complete"] for r in rows)
+    assert {(r["group"] == "", r["kind"]) for r in rows} == {
+        (True, "all_gather"),
+        (True, "reduce_scatter"),
+        (False, "all_reduce"),
+    }
+    # Each round is one true collective.
+    pairs = {(r["group"], r["round"], r["tokens"]) for r in rows}
+    assert len(pairs) == len({(group, number) for group, number, _ in pairs}) == 160
+
+
+def test_transfers_slower_than_their_like_are_told(tmp_path: Path) -> None:
+    congested = {20: 200.0 * US, 45: 1.0 * MS}
+    rows = compared(tmp_path / "t", World(tokens_are_ids=True, congested_ns=congested, **apart(4, 0.5)))["w"]
+    slow = {r["tokens"]: r["slow_ns"] for r in rows if r["slow_ns"]}
+    assert slow.keys() == congested.keys()
+    assert all(slow[number] == pytest.approx(more, abs=12 * US) for number, more in congested.items())
+
+
 def test_who_is_late_because_it_left_late_has_caused_nothing_of_its_own(tmp_path: Path) -> None:
     world = World(leaves_late_ns=(0, 0, 1.0 * MS, 0), noise=0.01)
     rows = compared(tmp_path / "t", world)["w"]
@@ -521,7 +546,7 @@ def test_a_straggler_is_named_whatever_the_clocks(tmp_path: Path, offset_ms: flo
     """Persistent and transient ones, with and without sequence numbers; one may itself have the clock that is off."""
     some: list[World] = []
     expected: dict[str, tuple[str, str, str]] = {}
-    for seed in range(3):
+    for seed in range(2):
         common: dict[str, Any] = {"seed": seed, "load": 0.1, **apart(4, offset_ms)}
         late = (seed + round(offset_ms)) % 4
         some += [
@@ -599,17 +624,17 @@ def test_healthy_worlds_raise_no_alarm(tmp_path: Path) -> None:
     some = [
         World(name=f"{name} {seed}", seed=seed, layers=2, **{"steps": 10, **kind})
         for name, kind in kinds.items()
-        for seed in range(6)
+        for seed in range(4)
     ]
     decisions = judged(tmp_path / "t", *some)
-    assert len(decisions) == 30
+    assert len(decisions) == 20
     assert sum(loud(d) for d in decisions.values()) == 0
 
 
 @pytest.mark.xfail(strict=True, reason="each rank of several that are late in turn counts as transient")
 def test_lateness_that_goes_round_in_every_step_is_no_ranks(tmp_path: Path) -> None:
     slow = tuple(Slow(step % 2, 2.0, steps=(step,)) for step in range(12))
-    some = several(World(layers=2, steps=12, metadata="named", slow=slow, **apart(2, 0.5)), range(6))
+    some = several(World(layers=2, steps=12, metadata="named", slow=slow, **apart(2, 0.5)), range(3))
     decisions = judged(tmp_path / "t", *some)
     assert sum(loud(d) for d in decisions.values()) == 0
 
@@ -639,7 +664,7 @@ def test_three_steps_are_too_few_to_say_that_lateness_rotates(tmp_path: Path) ->
 def test_two_late_steps_are_not_called_all(tmp_path: Path) -> None:
     """By noise a rank leads in others too; still it is those two that cost time."""
     slow = (Slow(1, 6.0, "expert", 1, (2, 5)),)
-    some = several(World(metadata="named", slow=slow, **apart(4, 0.5)), range(8))
+    some = several(World(metadata="named", slow=slow, **apart(4, 0.5)), range(4))
     decisions = judged(tmp_path / "t", *some)
     assert {said(f) for d in decisions.values() for f in d.findings} == {
         ("1", "transient", "expert compute of layer 1")
