@@ -42,29 +42,15 @@ DISPATCH, COMBINE, EXPERT, ATTENTION, COLLECTIVE = (
 )
 
 
-#: What c10d says of a collective: our name -> key in the event's args, and its type.
-_SAID = {
-    "kind": ("Collective name", str),
-    "elements_in": ("In msg nelems", int),
-    "elements_out": ("Out msg nelems", int),
-    "in_split": ("In split size", str),
-    "out_split": ("Out split size", str),
-    "group_size": ("Group size", int),
-    "dtype": ("dtype", str),
-    "group": ("Process Group Name", str),
-    "seq": ("Seq", int),
-}
-
-
 class _Told(NamedTuple):
     """What an event says of a collective."""
 
     name: str
     on_gpu: bool
     collective: int
-    shapes: tuple[tuple[int, ...], ...]
-    types: tuple[str, ...]
-    splits: tuple[str | None, str | None]
+    shapes: tuple[tuple[int, ...], ...] = ()
+    types: tuple[str, ...] = ()
+    splits: tuple[str | None, str | None] = (None, None)
     kind: str | None = None
     elements_in: int | None = None
     elements_out: int | None = None
@@ -80,25 +66,40 @@ def _told(rows: pa.Table) -> list[_Told]:
     told = []
     columns = (rows[c].to_pylist() for c in ("name", "on_gpu", "collective", "args"))
     for name, on_gpu, collective, text in zip(*columns, strict=True):
-        args = _read(text or "{}")
-        args = args if isinstance(args, dict) else {}
-        said = {ours: args.get(key) for ours, (key, _) in _SAID.items()}
-        known: dict[str, Any] = {
-            ours: v for ours, v in said.items() if type(v) is _SAID[ours][1] and not _beyond(v)
-        }
-        types = args.get("Input type")
+        args = _read(text) if text else None
+        if not isinstance(args, dict):
+            told.append(_Told(name, on_gpu, collective))
+            continue
+        get = args.get
+        types, dims, inputs = get("Input type"), get("Input Dims"), get("Concrete Inputs")
         told.append(
             _Told(
                 name,
                 on_gpu,
                 collective,
-                tensors_in(args.get("Input Dims")),
+                tensors_in(dims) if dims else (),
                 tuple(t for t in types if isinstance(t, str)) if isinstance(types, list) else (),
-                splits_in(args.get("Concrete Inputs")),
-                **known,
+                splits_in(inputs),
+                _text(get("Collective name")),
+                _number(get("In msg nelems")),
+                _number(get("Out msg nelems")),
+                _text(get("In split size")),
+                _text(get("Out split size")),
+                _number(get("Group size")),
+                _text(get("dtype")),
+                _text(get("Process Group Name")),
+                _number(get("Seq")),
             )
         )
     return told
+
+
+def _text(value: Any) -> str | None:
+    return value if type(value) is str else None
+
+
+def _number(value: Any) -> int | None:
+    return value if type(value) is int and not _beyond(value) else None
 
 
 def _read(text: str) -> Any:
@@ -143,11 +144,15 @@ class Collectives:
             for row, k, c in zip(rows, self._kinds, call.tolist(), strict=True)
         ]
         # The last entry is for events that are no collective.
-        records = [{"collective": k, **s} for k, s in zip(self._kinds, said, strict=True)]
-        self._table = pa.Table.from_pylist(
-            [*records, dict.fromkeys(_COLUMNS)],
-            schema=pa.schema([RANK_EVENTS.arrow.field(name) for name in _COLUMNS]),
-        ).combine_chunks()
+        columns = zip(*said, (None,) * len(_COLUMNS[1:]), strict=True)
+        fields = [RANK_EVENTS.arrow.field(name) for name in _COLUMNS]
+        self._table = pa.Table.from_arrays(
+            [
+                pa.array(values, field.type)
+                for values, field in zip([[*self._kinds, None], *columns], fields, strict=True)
+            ],
+            schema=pa.schema(fields),
+        )
         self._known = [name for name in _COLUMNS if self._table[name].null_count <= len(rows)]
 
     def of(self, numbers: Ints) -> Ints:
@@ -271,12 +276,14 @@ def _sends(rows: list[_Told], starts: Ints) -> list[int]:
     return sends
 
 
-def _said(row: _Told, kind: str | None, call: _Told | None) -> dict[str, Any]:
-    """What is known of a collective: from the event itself, else from its call."""
+def _said(row: _Told, kind: str | None, call: _Told | None) -> tuple[Any, ...]:
+    """What is known of a collective, in the order of _COLUMNS: from the event itself, else from its call."""
     known = row
     if call is not None:
-        own = {field: getattr(row, field) or None for field in (*_SAID, "shapes", "types")}
-        known = row._replace(**{f: getattr(call, f) if value is None else value for f, value in own.items()})
+        mine: Any = (
+            theirs if own in (None, ()) else own for own, theirs in zip(row[3:], call[3:], strict=True)
+        )
+        known = _Told(*row[:3], *mine)
     dtype = known.dtype or next((t for t in known.types if t in names.ELEMENT_BYTES), None)
     width = names.ELEMENT_BYTES.get(dtype or "")
     bytes_in = known.elements_in * width if known.elements_in is not None and width else None
@@ -290,17 +297,17 @@ def _said(row: _Told, kind: str | None, call: _Told | None) -> dict[str, Any]:
             bytes_out = _bytes(call.shapes[0], width)
     if bytes_out is None and kind == "all_reduce":
         bytes_out = bytes_in
-    return {
-        "group": known.group,
-        "group_size": known.group_size,
-        "seq": known.seq,
-        "bytes_in": bytes_in,
-        "bytes_out": bytes_out,
-        "in_split": sent,
-        "out_split": received,
-        "tokens": sum(received) if received else None,
-        "dtype": dtype,
-    }
+    return (
+        known.group,
+        known.group_size,
+        known.seq,
+        bytes_in,
+        bytes_out,
+        sent,
+        received,
+        sum(received) if received else None,
+        dtype,
+    )
 
 
 def _bytes(shape: tuple[int, ...], width: int) -> int | None:

@@ -28,6 +28,8 @@ pc: Any = compute
 
 #: Texts handed to a thread of DuckDB's at a time, and rows taken back.
 TEXTS, ROWS = 16_384, 65_536
+#: Rows left out that are counted at a time.
+COUNTED = 1_000_000
 #: JSON key -> type. A value of another type is NULL; `args` of events of other kinds have other keys.
 _FIELDS = {
     "ph": "VARCHAR",
@@ -106,6 +108,7 @@ class Spool:
         #: Number of the last text that was a piece of an event.
         self._taken_to = 0
         self._spare = 0
+        self._dropped: list[pa.Table] = []
         self._told: list[pa.Table] = []
         self._launches: list[pa.Table] = []
         self._marks: list[pa.Table] = []
@@ -128,6 +131,8 @@ class Spool:
         if self._held:
             held, self._held = self._held, None
             self._add(held)
+        if self._dropped:
+            self._count()
         return self._finish()
 
     def _numbered(self, events: Iterable[pa.Array[Any]]) -> Iterator[pa.RecordBatch]:
@@ -149,8 +154,15 @@ class Spool:
         texts = pa.RecordBatchReader.from_batches(_TEXTS, batches)
         connection.register("texts", texts)
         unwanted = "('Trace')" if self._python_stacks else "('Trace', 'python_function')"
+        # DuckDB gives what each thread has; a table's worth of it is cheaper by the row.
+        together: list[pa.RecordBatch] = []
         for batch in connection.sql(_READ.format(unwanted=unwanted, shape=_SHAPE)).to_arrow_reader(ROWS):
-            yield pa.Table.from_batches([batch])
+            together.append(batch)
+            if sum(b.num_rows for b in together) >= ROWS:
+                yield pa.Table.from_batches(together).combine_chunks()
+                together = []
+        if together:
+            yield pa.Table.from_batches(together).combine_chunks()
         connection.unregister("texts")
 
     def _add(self, rows: pa.Table) -> None:
@@ -165,7 +177,7 @@ class Spool:
             self._texts.popleft()
         kept = rows.filter(rows["kept"])
         if kept.num_rows < rows.num_rows:
-            self._count(rows.filter(pc.invert(rows["kept"])))
+            self._drop(rows.filter(pc.invert(rows["kept"])))
         if kept.num_rows:
             self._write(kept.drop_columns(["broken", "unread", "ph", "kept"]))
 
@@ -226,7 +238,14 @@ class Spool:
                     self._tally.reject("entry of traceEvents that is no event", count=lost)
                 yield rows.filter(read)
 
-    def _count(self, dropped: pa.Table) -> None:
+    def _drop(self, dropped: pa.Table) -> None:
+        self._dropped.append(dropped.select(["ph", "category", "number"]))
+        if sum(rows.num_rows for rows in self._dropped) >= COUNTED:
+            self._count()
+
+    def _count(self) -> None:
+        """Tally what was dropped, many at a time."""
+        dropped, self._dropped = pa.concat_tables(self._dropped), []
         groups = dropped.group_by(["ph", "category"]).aggregate([("number", "count"), ("number", "min")])
         for group in groups.sort_by("number_min").to_pylist():
             kind, category, count = group["ph"], group["category"], group["number_count"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from ._kineto_timeline import Ints, Timeline
 #: Untyped: the stubs of pyarrow know only some of what these functions take.
 pc: Any = compute
 
+#: Batches of rows made while others are stored, which is done two at a time.
+ROWS_AHEAD = 3
 Item = TypeVar("Item")
 #: Times from here on are ns since the epoch and not since a base: 2001.
 ABSOLUTE_NS = 1_000_000_000_000_000_000
@@ -71,19 +74,19 @@ class TorchProfiler:
             with spooled as spool:
                 events = TraceEvents(source)
                 if spool.fill(_ahead(events)):
-                    yield from _ahead(_rows(source, spool, events.metadata))
+                    yield from _ahead(_rows(source, spool, events.metadata), ROWS_AHEAD)
                 else:
                     source.tally.note("the profile holds no ops: no CPU or GPU activity was recorded")
 
 
-def _ahead(items: Iterable[Item]) -> Iterator[Item]:
-    """The same items, the next of which is made while one is used: cutting and parsing take a core each, and so do
-    making rows and storing them."""
+def _ahead(items: Iterable[Item], count: int = 1) -> Iterator[Item]:
+    """The same items, the next ones of which are made while one is used: cutting and parsing take a core each, and so
+    do making rows and storing them."""
     iterator = iter(items)
     with ThreadPoolExecutor(1) as pool:
-        coming = pool.submit(next, iterator, None)
-        while (item := coming.result()) is not None:
-            coming = pool.submit(next, iterator, None)
+        coming = deque(pool.submit(next, iterator, None) for _ in range(count))
+        while (item := coming.popleft().result()) is not None:
+            coming.append(pool.submit(next, iterator, None))
             yield item
 
 

@@ -65,7 +65,7 @@ def window_decision(rows: Sequence[Row], all_ns: int, limits: Mapping[str, float
             "inconclusive",
             f"by the clocks rank {worst['rank']} is late, but it is not the one that leaves collectives soonest: clocks are off",
         )
-    transient = [r for r in rows if (r["outlier_steps"] or 0) >= 2]
+    transient = [r for r in rows if (r["outlier_steps"] or 0) >= 2 and dominates(r, rows)]
     if worst in transient and passes(worst, limits):
         return found_passing(rows, transient, all_ns)
     chance = stats.binomtest(worst["lead_steps"], window["steps"], 1 / len(rows), "greater").pvalue
@@ -96,6 +96,12 @@ def passes(late: Row, limits: Mapping[str, float]) -> bool:
     """Whether a rank's lateness is that of few steps: without them it would not be worth acting on."""
     left_ns = late["own_ns"] - late["outlier_ns"]
     return bool(late["outlier_steps"] <= late["steps"] / 2 and left_ns < limits["share"] * late["step_ns"])
+
+
+def dominates(late: Row, rows: Sequence[Row]) -> bool:
+    """Whether a rank's late steps cost twice those of any other: else lateness goes round."""
+    others = max((r["outlier_ns"] or 0 for r in rows if r["rank"] != late["rank"]), default=0)
+    return bool(late["outlier_ns"] >= 2 * others)
 
 
 def found_passing(rows: Sequence[Row], transient: Sequence[Row], all_ns: int) -> Decision:

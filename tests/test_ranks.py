@@ -631,7 +631,6 @@ def test_healthy_worlds_raise_no_alarm(tmp_path: Path) -> None:
     assert sum(loud(d) for d in decisions.values()) == 0
 
 
-@pytest.mark.xfail(strict=True, reason="each rank of several that are late in turn counts as transient")
 def test_lateness_that_goes_round_in_every_step_is_no_ranks(tmp_path: Path) -> None:
     slow = tuple(Slow(step % 2, 2.0, steps=(step,)) for step in range(12))
     some = several(World(layers=2, steps=12, metadata="named", slow=slow, **apart(2, 0.5)), range(3))

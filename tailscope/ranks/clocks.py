@@ -91,6 +91,8 @@ def _fit(end: Floats, common: Floats) -> Clock:
         edges = np.array_split(np.arange(len(apart)), BINS)
         x = np.array([np.median(times[e]) for e in edges])
         y = np.array([np.median(apart[e]) for e in edges])
+        if not np.ptp(x):
+            return Clock(offset, 0.0, middle, error, "ends of collectives")
         slope, level, low, high = scipy_stats.theilslopes(y, x - middle)
         # A drift that may as well be none is none.
         if low * high > 0:

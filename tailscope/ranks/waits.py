@@ -239,7 +239,9 @@ def _matched(window: Window, key: Key, ranks: list[RankCollectives]) -> tuple[Gr
     reference = max(sequences, key=lambda i: len(sequences[i].kind))
     place = np.full((len(ranks), len(sequences[reference].kind)), UNKNOWN)
     place[reference] = sequences[reference].index
-    unmatched = 0
+    name, _, size = key
+    # A group that no other profile knows: its collectives have no counterparts.
+    unmatched = place.shape[1] if len(sequences) == 1 and size != 1 else 0
     others = [i for i in sequences if i != reference]
     with ThreadPoolExecutor(BESIDE) as pool:
         matches = pool.map(
@@ -248,7 +250,6 @@ def _matched(window: Window, key: Key, ranks: list[RankCollectives]) -> tuple[Gr
         for i, pairs in zip(others, matches, strict=True):
             place[i, pairs.one] = sequences[i].index[pairs.other]
             unmatched += pairs.unmatched
-    name, _, size = key
     return Group(name, 0 < size == len(sequences) or (not size and not window.missing), place), unmatched
 
 

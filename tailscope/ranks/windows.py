@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from tailscope.align import Scope
@@ -80,16 +81,39 @@ def find_windows(trace: Trace, scope: Scope) -> list[Window]:
         worlds.setdefault(profile.world, []).append(profile)
     windows: list[Window] = []
     for world, profiles in sorted(worlds.items()):
-        together: list[Profile] = []
-        end_ns = 0
-        for profile in profiles:
-            if together and profile.first_ns > end_ns:
-                windows.append(_window(len(windows), world, together))
-                together = []
-            end_ns = max(end_ns, profile.last_ns) if together else profile.last_ns
-            together.append(profile)
-        windows.append(_window(len(windows), world, together))
+        for together in _overlapping(profiles):
+            for chosen in _one_after_another(together):
+                windows.append(_window(len(windows), world, chosen))
     return windows
+
+
+def _overlapping(profiles: list[Profile]) -> list[list[Profile]]:
+    """Profiles, ordered by start, in chains of those whose times overlap."""
+    chains: list[list[Profile]] = []
+    end_ns = 0
+    for profile in profiles:
+        if not chains or profile.first_ns > end_ns:
+            chains.append([])
+            end_ns = 0
+        chains[-1].append(profile)
+        end_ns = max(end_ns, profile.last_ns)
+    return chains
+
+
+def _one_after_another(chain: list[Profile]) -> list[list[Profile]]:
+    """A chain taken apart: where clocks are further apart than the pause between two windows of all ranks, they overlap."""
+    by_rank: dict[int, list[Profile]] = {}
+    for profile in chain:
+        by_rank.setdefault(profile.rank, []).append(profile)
+    counts = {len(own) for own in by_rank.values()}
+    disjoint = all(
+        one.last_ns <= other.first_ns
+        for own in by_rank.values()
+        for one, other in pairwise(own)
+    )
+    if len(counts) == 1 and disjoint:
+        return [list(profiles) for profiles in zip(*by_rank.values(), strict=True)]
+    return [chain]
 
 
 def _profile(row: dict[str, Any]) -> Profile:

@@ -37,7 +37,9 @@ class Timeline:
             f'      "External id": {self.id},"Record function id": {self.id}, {args}\n    }}\n  }}'
         )
 
-    def launched(self, name: str, stream: int, start: float, gpu_start: float, duration: float, args: str) -> str:
+    def launched(
+        self, name: str, stream: int, start: float, gpu_start: float, duration: float, args: str
+    ) -> str:
         """A launch, its kernel, and the arrow between them."""
         self.count += 4
         self.id += 1
@@ -53,7 +55,7 @@ class Timeline:
             f'      "External id": {i}, "queued": 0, "device": {self.rank}, "context": 1, "stream": {stream}, '
             f'"correlation": {i}, "registers per thread": 96, "shared memory": 41760, "blocks per SM": 0.15, '
             f'"warps per SM": 3.0, "grid": [12, 1, 1], "block": [512, 1, 1], "est. achieved occupancy %": 75{args}\n'
-            f'    }}\n  }},\n'
+            f"    }}\n  }},\n"
             f'  {{\n    "ph": "f", "id": {i}, "pid": 0, "tid": {stream}, "ts": {gpu_start:.3f},\n'
             f'    "cat": "ac2g", "name": "ac2g", "bp": "e"\n  }}'
         )
@@ -63,7 +65,11 @@ class Timeline:
         decode = self.random.randrange(8, 64)
         work = [self.random.uniform(20, 30) for _ in range(layers)]
         yield self.cpu(
-            "user_annotation", f"execute_context_1(64)_generation_{decode}({decode})", start, 80.0 * layers, '"Ev Idx": 1'
+            "user_annotation",
+            f"execute_context_1(64)_generation_{decode}({decode})",
+            start,
+            80.0 * layers,
+            '"Ev Idx": 1',
         )
         now = start
         for layer in range(layers):
@@ -87,7 +93,9 @@ class Timeline:
         self.now_us = now + 20.0
 
 
-def write_profile(path: Path, events: int, rank: int = 0, ranks: int = 1, layers: int = 48, seed: int = 1) -> int:
+def write_profile(
+    path: Path, events: int, rank: int = 0, ranks: int = 1, layers: int = 48, seed: int = 1
+) -> int:
     """Write one rank's timeline of at least `events` events; returns how many it holds."""
     timeline = Timeline(rank, ranks, seed)
     with path.open("w", encoding="utf-8") as file:

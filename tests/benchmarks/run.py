@@ -14,6 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from big_profile import write_profile
+from big_ranks import write_ranks
 from big_worlds import write_world
 
 BARE = "import typer\napp = typer.Typer()\n@app.command()\ndef a(x: int = 1): ...\n@app.command()\ndef b(x: int = 1): ...\napp()\n"
@@ -63,10 +65,88 @@ def scale(folder: Path, requests: int) -> None:
     print(f"doubling          x{walls[1] / walls[0]:.2f} (limit x2.2)")
 
 
+OUR_LOAD = (
+    "import resource, sys, time\n"
+    "from pathlib import Path\n"
+    "from tailscope import registry\n"
+    "from tailscope.config import Config\n"
+    "from tailscope.ingest import ingest\n"
+    "from tailscope.source import Options\n"
+    "registry.collectors()\n"
+    "start = time.perf_counter()\n"
+    "ingest([Path(sys.argv[1])], Path(sys.argv[2]), config=Config(), options=Options())\n"
+    "print(time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)\n"
+)
+PEERS_LOAD = (
+    "import resource, sys, time\n"
+    "from hta.common.trace import Trace\n"
+    "start = time.perf_counter()\n"
+    "Trace(trace_files={0: sys.argv[1]}, trace_dir='/').parse_traces(use_multiprocessing=False)\n"
+    "print(time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)\n"
+)
+WAITS = (
+    "import resource, sys, time\n"
+    "from tailscope.align import Scope, align\n"
+    "from tailscope.config import Config\n"
+    "from tailscope.ranks.compared import write_ranks\n"
+    "from tailscope.store import Trace\n"
+    "with Trace(sys.argv[1], memory_limit='2GB') as trace:\n"
+    "    align(trace, Config(), Scope())\n"
+    "    start = time.perf_counter()\n"
+    "    write_ranks(trace, Scope())\n"
+    "    print(time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)\n"
+)
+
+
+def printed(python: str, code: str, *args: str) -> tuple[float, float]:
+    """What a program prints last: seconds and MB. Both sides are timed from after their imports."""
+    done = subprocess.run([python, "-c", code, *args], capture_output=True, text=True, check=True)
+    seconds, megabytes = map(float, done.stdout.splitlines()[-1].split())
+    return seconds, megabytes
+
+
+def profile(folder: Path, events: int, rounds: int = 3) -> None:
+    """JSON to Parquet against HolisticTraceAnalysis, which is installed for it, loading the same file."""
+    path = folder / "rank0.pt.trace.json"
+    count = write_profile(path, events)
+    size = path.stat().st_size / 1e6
+    runs = [
+        printed(sys.executable, OUR_LOAD, str(path), str(folder / f"p{i}.parquet")) for i in range(rounds)
+    ]
+    ours, peak = min(runs)
+    print(f"profile           {count:,} events, {size:.0f} MB: {ours:.2f} s, {peak:.0f} MB (limit 500 MB)")
+    longer = folder / "longer.pt.trace.json"
+    count = write_profile(longer, 10 * events)
+    wall, peak = printed(sys.executable, OUR_LOAD, str(longer), str(folder / "longer.parquet"))
+    print(f"tenfold           {count:,} events: {wall:.1f} s, x{wall / ours:.1f}, {peak:.0f} MB")
+    longer.unlink()
+    peer = folder / "peer"
+    subprocess.run([sys.executable, "-m", "venv", str(peer)], check=True)
+    python = str(peer / "bin" / "python")
+    installed = subprocess.run(
+        [python, "-m", "pip", "install", "-q", "HolisticTraceAnalysis"], capture_output=True, check=False
+    )
+    if installed.returncode:
+        print("peer              not measured: HolisticTraceAnalysis cannot be installed")
+        return
+    theirs, their_peak = printed(python, PEERS_LOAD, str(path))
+    print(f"peer              HTA {theirs:.1f} s, {their_peak:.0f} MB: x{theirs / ours:.1f} ours (aim x20)")
+
+
+def waits(folder: Path, collectives: int, ranks: int = 8) -> None:
+    trace = folder / "ranks.parquet"
+    write_ranks(trace, ranks, collectives)
+    wall, peak = printed(sys.executable, WAITS, str(trace))
+    rate = ranks * collectives / wall / 1e6
+    print(
+        f"waits             {ranks} ranks x {collectives:,}: {wall:.1f} s, {rate:.2f} M/s (aim 1), {peak:,.0f} MB"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--full", action="store_true", help="1 M requests x 4 M iterations; without it a tenth"
+        "--full", action="store_true", help="1 M requests, profile events; without it a tenth"
     )
     full = parser.parse_args().full
     load = os.getloadavg()[0]
@@ -75,6 +155,8 @@ def main() -> None:
         folder = Path(name)
         startup()
         demo(folder)
+        profile(folder, 1_000_000 if full else 100_000)
+        waits(folder, 500_000 if full else 50_000)
         scale(folder, 1_000_000 if full else 100_000)
     print(
         f"finished in {time.process_time():.0f} s of our own time, {resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime:.0f} s of children's"
