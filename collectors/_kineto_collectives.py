@@ -6,6 +6,7 @@ when all have. Kernels may carry c10d's metadata; else their call on the CPU doe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 import pyarrow as pa
+from numpy.typing import NDArray
 from pyarrow import compute
 
 from tailscope.schema import RANK_EVENTS
@@ -24,12 +26,11 @@ from ._kineto_timeline import Intervals, Ints
 #: Untyped: the stubs of pyarrow know only some of what these functions take.
 pc: Any = compute
 
-#: Columns of `rank_events` that only collectives have.
+#: Columns of `rank_events` that only collectives have, beside `seq`.
 _COLUMNS = (
     "collective",
     "group",
     "group_size",
-    "seq",
     "bytes_in",
     "bytes_out",
     "in_split",
@@ -42,12 +43,16 @@ DISPATCH, COMBINE, EXPERT, ATTENTION, COLLECTIVE = (
 )
 
 
+ALL_TO_ALL, ALL_GATHER, REDUCE_SCATTER = (
+    names.KIND_INDEX[kind] for kind in ("all_to_all", "all_gather", "reduce_scatter")
+)
+
+
 class _Told(NamedTuple):
-    """What an event says of a collective."""
+    """What an event says of a collective, but for its number."""
 
     name: str
     on_gpu: bool
-    collective: int
     shapes: tuple[tuple[int, ...], ...] = ()
     types: tuple[str, ...] = ()
     splits: tuple[str | None, str | None] = (None, None)
@@ -59,47 +64,39 @@ class _Told(NamedTuple):
     group_size: int | None = None
     dtype: str | None = None
     group: str | None = None
-    seq: int | None = None
 
 
-def _told(rows: pa.Table) -> list[_Told]:
-    told = []
-    columns = (rows[c].to_pylist() for c in ("name", "on_gpu", "collective", "args"))
-    for name, on_gpu, collective, text in zip(*columns, strict=True):
-        args = _read(text) if text else None
-        if not isinstance(args, dict):
-            told.append(_Told(name, on_gpu, collective))
-            continue
-        get = args.get
-        types, dims, inputs = get("Input type"), get("Input Dims"), get("Concrete Inputs")
-        told.append(
-            _Told(
-                name,
-                on_gpu,
-                collective,
-                tensors_in(dims) if dims else (),
-                tuple(t for t in types if isinstance(t, str)) if isinstance(types, list) else (),
-                splits_in(inputs),
-                _text(get("Collective name")),
-                _number(get("In msg nelems")),
-                _number(get("Out msg nelems")),
-                _text(get("In split size")),
-                _text(get("Out split size")),
-                _number(get("Group size")),
-                _text(get("dtype")),
-                _text(get("Process Group Name")),
-                _number(get("Seq")),
-            )
-        )
-    return told
+def _told(name: str, on_gpu: bool, text: str | None) -> _Told:
+    """From a name and what the spool keeps of the event's args."""
+    args = _read(text) if text else None
+    if not isinstance(args, dict):
+        return _Told(name, on_gpu)
+    get = args.get
+    types = get("Input type")
+    return _Told(
+        name,
+        on_gpu,
+        tensors_in(get("Input Dims")),
+        tuple(t for t in types if isinstance(t, str)) if isinstance(types, list) else (),
+        splits_in(get("Concrete Inputs")),
+        _word(get("Collective name")),
+        _number(get("In msg nelems")),
+        _number(get("Out msg nelems")),
+        get("In split size"),
+        get("Out split size"),
+        _number(get("Group size")),
+        _word(get("dtype")),
+        _word(get("Process Group Name")),
+    )
 
 
-def _text(value: Any) -> str | None:
-    return value if type(value) is str else None
+def _word(text: str | None) -> str | None:
+    """A text that is none of a list or an object."""
+    return None if text is None or text.startswith(("[", "{")) else text
 
 
-def _number(value: Any) -> int | None:
-    return value if type(value) is int and not _beyond(value) else None
+def _number(value: int | None) -> int | None:
+    return None if value is None or _beyond(value) else value
 
 
 def _read(text: str) -> Any:
@@ -120,40 +117,53 @@ class Collectives:
 
     def __init__(self, spool: Spool) -> None:
         told = spool.told.sort_by("start_ns")
-        calls = Calls(told)
-        gloo = pc.and_(pc.starts_with(told["name"], "gloo:"), pc.invert(told["on_gpu"]))
-        mine = told.filter(pc.or_(pc.greater_equal(told["collective"], 0), gloo)).sort_by("number")
+        calls = Calls(spool, told)
+        gloo = spool.names.where(lambda name: name.startswith("gloo:"))[told["name"].to_numpy()]
+        chosen = (told["collective"].to_numpy() >= 0) | (gloo & ~np.asarray(told["on_gpu"]))
+        mine = told.filter(pa.array(chosen)).sort_by("number")
         launch = spool.launch_of(mine).filled(NONE)
-        rows = _told(mine)
-        self._numbers = np.asarray(mine["number"].to_numpy(), np.int64)
-        self._starts = np.asarray(mine["start_ns"].to_numpy(), np.int64)
+        self._numbers = _ints(mine["number"])
+        self._starts = _ints(mine["start_ns"])
         self._on_gpu = np.asarray(mine["on_gpu"].to_numpy(), bool)
         call = calls.around(np.where(launch >= 0, launch, self._starts))
-        self._kinds = [
-            _kind(row, calls.rows[c] if c >= 0 else None) for row, c in zip(rows, call.tolist(), strict=True)
-        ]
-        for kind in {k for k, gpu in zip(self._kinds, self._on_gpu, strict=True) if k and not gpu}:
-            of_kind = np.array([k == kind for k in self._kinds]) & ~self._on_gpu
-            chosen = np.flatnonzero(of_kind)[np.argsort(self._starts[of_kind], kind="stable")]
-            call[chosen] = calls.of_gloo(kind, self._starts[chosen])
-        for i in _sends(rows, self._starts):
-            self._kinds[i] = None
-        self._phases = self._told_phases(spool, np.asarray(mine["phase"].to_numpy(), np.int64))
-        said = [
-            _said(row, k, calls.rows[c] if c >= 0 else None)
-            for row, k, c in zip(rows, self._kinds, call.tolist(), strict=True)
-        ]
-        # The last entry is for events that are no collective.
-        columns = zip(*said, (None,) * len(_COLUMNS[1:]), strict=True)
-        fields = [RANK_EVENTS.arrow.field(name) for name in _COLUMNS]
+        name, said = _ints(mine["name"]), _ints(mine["said"])
+
+        def read(name: int, said: int, on_gpu: bool) -> _Told:
+            return _told(spool.names.texts[name], on_gpu, spool.said.texts[said] if said >= 0 else None)
+
+        def kind_of(key: tuple[int, ...]) -> int:
+            row = read(key[0], key[1], bool(key[2]))
+            called = read(key[4], key[5], False) if key[4] >= 0 else None
+            return names.KIND_INDEX.get(_kind(row, names.KINDS[key[3]], called) or "", NONE)
+
+        def said_of(key: tuple[int, ...]) -> tuple[Any, ...]:
+            row = read(key[0], key[1], bool(key[2]))
+            kind = names.KINDS[key[3]] if key[3] >= 0 else None
+            return kind, *_said(row, kind, read(key[4], key[5], False) if key[4] >= 0 else None)
+
+        by_name = _ints(mine["collective"])
+        found, which = _each(kind_of, name, said, self._on_gpu, by_name, calls.name(call), calls.said(call))
+        kinds = np.array([*found, NONE])[which]
+        for kind in np.unique(kinds[~self._on_gpu & (kinds >= 0)]).tolist():
+            of_kind = np.flatnonzero((kinds == kind) & ~self._on_gpu)
+            of_kind = of_kind[np.argsort(self._starts[of_kind], kind="stable")]
+            call[of_kind] = calls.of_gloo(kind, self._starts[of_kind])
+        kinds[_sends(name, self._starts, spool.names.where(names.is_low_latency))] = NONE
+        self._phases = self._told_phases(spool, kinds, _ints(mine["phase"]))
+        records, self._record = _each(
+            said_of, name, said, self._on_gpu, kinds, calls.name(call), calls.said(call)
+        )
+        seq = _ints(mine["seq"])
+        # The last entries are for events that are no collective.
+        self._seq = np.append(np.where(seq >= 0, seq, calls.seq(call)), NONE)
+        self._record = np.append(self._record, len(records))
+        fields = [RANK_EVENTS.arrow.field(column) for column in _COLUMNS]
+        columns = zip(*records, (None,) * len(_COLUMNS), strict=True)
         self._table = pa.Table.from_arrays(
-            [
-                pa.array(values, field.type)
-                for values, field in zip([[*self._kinds, None], *columns], fields, strict=True)
-            ],
+            [pa.array(values, field.type) for values, field in zip(columns, fields, strict=True)],
             schema=pa.schema(fields),
         )
-        self._known = [name for name in _COLUMNS if self._table[name].null_count <= len(rows)]
+        self._known = [column for column in _COLUMNS if self._table[column].null_count <= len(records)]
 
     def of(self, numbers: Ints) -> Ints:
         """Index of the collective that each event stands for, else NONE."""
@@ -170,13 +180,16 @@ class Collectives:
 
     def columns(self, part: Ints, batch: pa.Table) -> dict[str, Any]:
         """Columns of `rank_events` for a batch of events, of which `part` says what collective each is."""
-        places: Any = pa.array(np.where(part >= 0, part, len(self._numbers)))
-        taken = self._table.select(self._known).take(places)
+        place = np.where(part >= 0, part, len(self._numbers))
+        records: Any = pa.array(self._record[place])
+        taken = self._table.select(self._known).take(records)
         columns: dict[str, Any] = {name: taken[name] for name in self._known}
+        seq = self._seq[place]
+        columns["seq"] = pa.array(seq, mask=seq < 0)
         columns["bytes_in"] = pc.coalesce(columns.get("bytes_in", batch["bytes"]), batch["bytes"])
         return columns
 
-    def _told_phases(self, spool: Spool, named: Ints) -> Ints:
+    def _told_phases(self, spool: Spool, kinds: Ints, named: Ints) -> Ints:
         """dispatch or combine, by name or by what runs before and after; else `collective`.
 
         All-gather before experts and reduce-scatter after them are how vLLM dispatches and combines by default;
@@ -194,14 +207,14 @@ class Collectives:
             after = np.searchsorted(times, self._starts[mine])
             next_is = (after < len(times)) & expert[np.minimum(after, len(times) - 1)]
             last_was = (after > 0) & expert[np.maximum(after - 1, 0)]
-            kinds = np.array([self._kinds[i] or "" for i in mine])
+            kind = kinds[mine]
             # Of several all-to-alls between the experts of two layers the first combines.
             first = np.ones(len(mine), bool)
             order = np.lexsort((self._starts[mine], after))
             first[order[1:]] = after[order][1:] != after[order][:-1]
-            exchange = kinds == "all_to_all"
-            gathers = ((kinds == "all_gather") & next_is) | (exchange & next_is & ~(last_was & first))
-            scatters = ((kinds == "reduce_scatter") & last_was) | (exchange & last_was & (first | ~next_is))
+            exchange = kind == ALL_TO_ALL
+            gathers = ((kind == ALL_GATHER) & next_is) | (exchange & next_is & ~(last_was & first))
+            scatters = ((kind == REDUCE_SCATTER) & last_was) | (exchange & last_was & (first | ~next_is))
             undecided = phases[mine] == COLLECTIVE
             phases[mine[undecided & gathers]] = DISPATCH
             phases[mine[undecided & scatters & ~gathers]] = COMBINE
@@ -211,23 +224,35 @@ class Collectives:
 class Calls:
     """The CPU side of collectives: who called which, on what group, with how much data."""
 
-    def __init__(self, told: pa.Table) -> None:
+    def __init__(self, spool: Spool, told: pa.Table) -> None:
         """`told`: the spool's rows at hand, by start."""
-        named = pc.match_substring_regex(told["name"], "^(record_param_comms$|nccl:|c10d::)")
-        mine = told.filter(pc.and_(named, pc.invert(told["on_gpu"])))
-        self.rows = _told(mine)
-        self._start = np.asarray(mine["start_ns"].to_numpy(), np.int64)
-        self._end = self._start + np.asarray(pc.fill_null(mine["duration_ns"], 0).to_numpy(), np.int64)
+        call = spool.names.where(lambda name: names.CALL.match(name) and not name.startswith("gloo:"))
+        mine = told.filter(pa.array(call[told["name"].to_numpy()] & ~np.asarray(told["on_gpu"])))
+        self._name, self._said, self._seq = (np.append(_ints(mine[c]), NONE) for c in ("name", "said", "seq"))
+        self._start = _ints(mine["start_ns"])
+        self._end = self._start + _ints(pc.fill_null(mine["duration_ns"], 0))
+        name, said = self._name[:-1], self._said[:-1]
         # Older torch records the call without saying what it was; its annotation does.
-        recorded = [row.name == "record_param_comms" and row.kind is not None for row in self.rows]
-        self._recorded = np.flatnonzero(np.array(recorded, bool))
-        self._annotated = np.flatnonzero(np.array([row.name.startswith("nccl:") for row in self.rows], bool))
-        kinds = [
-            names.collective_kind(row.name) if row.name.startswith("c10d::") else None for row in self.rows
-        ]
+        speaks = spool.said.where(lambda text: _told("", False, text).kind)
+        recorded = spool.names.where(lambda name: name == "record_param_comms")[name] & speaks[said]
+        self._recorded = np.flatnonzero(recorded)
+        self._annotated = np.flatnonzero(spool.names.where(lambda name: name.startswith("nccl:"))[name])
+        kinds = np.array([*(_enqueued_kind(name) for name in spool.names.texts), NONE])[name]
         self._enqueued = {
-            kind: np.flatnonzero(np.array([k == kind for k in kinds], bool)) for kind in set(kinds) if kind
+            kind: np.flatnonzero(kinds == kind) for kind in np.unique(kinds).tolist() if kind >= 0
         }
+
+    def name(self, calls: Ints) -> Ints:
+        """Codes of the names of calls, NONE for NONE."""
+        return np.asarray(self._name[calls])
+
+    def said(self, calls: Ints) -> Ints:
+        """Codes of what calls say, NONE for NONE."""
+        return np.asarray(self._said[calls])
+
+    def seq(self, calls: Ints) -> Ints:
+        """Numbers of calls, NONE where there is none."""
+        return np.asarray(self._seq[calls])
 
     def around(self, launches_ns: Ints) -> Ints:
         """Index of the call each kernel was launched in: its record, else its annotation, else NONE."""
@@ -238,7 +263,7 @@ class Calls:
                 result = np.where(index >= 0, which[index], result)
         return result
 
-    def of_gloo(self, kind: str, starts_ns: Ints) -> Ints:
+    def of_gloo(self, kind: int, starts_ns: Ints) -> Ints:
         """Index of the call that enqueued each of gloo's transfers of a kind, in order of time."""
         calls = self._enqueued.get(kind)
         if calls is None:
@@ -249,31 +274,41 @@ class Calls:
         return np.where(index >= 0, calls[np.maximum(index, 0)], NONE)
 
 
-def _kind(row: _Told, call: _Told | None) -> str | None:
+def _ints(column: Any) -> Ints:
+    return np.asarray(column.to_numpy(), np.int64)
+
+
+def _each(what: Callable[[tuple[int, ...]], Any], *codes: Ints) -> tuple[list[Any], Ints]:
+    """What each different combination of codes gives, and which of these each row has: many rows, few combinations."""
+    keys, which = np.unique(np.stack([np.asarray(c, np.int64) for c in codes]), axis=1, return_inverse=True)
+    return [what(tuple(key)) for key in keys.T.tolist()], which.reshape(-1)
+
+
+def _enqueued_kind(name: str) -> int:
+    kind = names.collective_kind(name) if name.startswith("c10d::") else None
+    return names.KIND_INDEX[kind] if kind else NONE
+
+
+def _kind(row: _Told, by_name: str, call: _Told | None) -> str | None:
     if not row.on_gpu:
         return names.collective_kind(row.name)
     if row.kind and (kind := names.collective_kind(row.kind)):
         return kind
-    by_name = names.KINDS[row.collective]
     # NCCL builds an all-to-all of sends and receives; RCCL's kernels have one name for all.
     if by_name in ("send_recv", "unknown") and call is not None:
         return names.collective_kind(call.kind or call.name) or by_name
     return by_name
 
 
-def _sends(rows: list[_Told], starts: Ints) -> list[int]:
+def _sends(name: Ints, starts: Ints, low_latency: NDArray[np.bool_]) -> Ints:
     """Of DeepEP's low-latency kernels that come in pairs the first, which sends; the second waits."""
-    chosen = sorted(
-        (i for i, row in enumerate(rows) if names.is_low_latency(row.name)), key=lambda i: int(starts[i])
-    )
-    sends: list[int] = []
-    at = 0
-    while at + 1 < len(chosen):
-        pair = rows[chosen[at]].name == rows[chosen[at + 1]].name
-        if pair:
-            sends.append(chosen[at])
-        at += 2 if pair else 1
-    return sends
+    chosen = np.flatnonzero(low_latency[name])
+    chosen = chosen[np.argsort(starts[chosen], kind="stable")]
+    places = np.arange(len(chosen))
+    fresh = np.concatenate([[True], name[chosen][1:] != name[chosen][:-1]])[: len(chosen)]
+    first = np.maximum.accumulate(np.where(fresh, places, 0)) if len(chosen) else places
+    followed = np.append(~fresh[1:], False)[: len(chosen)]
+    return np.asarray(chosen[((places - first) % 2 == 0) & followed])
 
 
 def _said(row: _Told, kind: str | None, call: _Told | None) -> tuple[Any, ...]:
@@ -281,9 +316,9 @@ def _said(row: _Told, kind: str | None, call: _Told | None) -> tuple[Any, ...]:
     known = row
     if call is not None:
         mine: Any = (
-            theirs if own in (None, ()) else own for own, theirs in zip(row[3:], call[3:], strict=True)
+            theirs if own in (None, ()) else own for own, theirs in zip(row[2:], call[2:], strict=True)
         )
-        known = _Told(*row[:3], *mine)
+        known = _Told(*row[:2], *mine)
     dtype = known.dtype or next((t for t in known.types if t in names.ELEMENT_BYTES), None)
     width = names.ELEMENT_BYTES.get(dtype or "")
     bytes_in = known.elements_in * width if known.elements_in is not None and width else None
@@ -300,7 +335,6 @@ def _said(row: _Told, kind: str | None, call: _Told | None) -> tuple[Any, ...]:
     return (
         known.group,
         known.group_size,
-        known.seq,
         bytes_in,
         bytes_out,
         sent,

@@ -8,7 +8,7 @@ only the few that say something of others are kept at hand (`told`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import duckdb
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 from pyarrow import compute
 
 from tailscope.source import Tally
@@ -28,6 +29,8 @@ pc: Any = compute
 
 #: Texts handed to a thread of DuckDB's at a time, and rows taken back.
 TEXTS, ROWS = 16_384, 65_536
+#: Starts kept of a table's worth of rows, to know when the profile was.
+SAMPLED = 1_000
 #: Rows left out that are counted at a time.
 COUNTED = 1_000_000
 #: JSON key -> type. A value of another type is NULL; `args` of events of other kinds have other keys.
@@ -73,6 +76,37 @@ SELECT number, e IS NULL AS broken, CASE WHEN e.ph IS NULL THEN event END AS unr
                  OR starts_with(e.name, 'nccl:') THEN json_extract(event, '$.args')::VARCHAR END AS args
 FROM (SELECT number, event, TRY(json_transform(event, '{{shape}}')) AS e FROM texts)
 """
+#: What c10d says of a collective, and the shapes and splits of what is exchanged, but for the number that tells it apart.
+SAID = {
+    "Collective name": "VARCHAR",
+    "In msg nelems": "BIGINT",
+    "Out msg nelems": "BIGINT",
+    "In split size": "VARCHAR",
+    "Out split size": "VARCHAR",
+    "Group size": "BIGINT",
+    "dtype": "VARCHAR",
+    "Process Group Name": "VARCHAR",
+    "Input Dims": "JSON",
+    "Input type": "JSON",
+    "Concrete Inputs": "JSON",
+}
+_SAY = f"""
+SELECT to_json(TRY(json_transform(args, '{{{_quoted(SAID)}}}')))::VARCHAR AS said,
+       CASE WHEN TRY(json_type(args, '$.Seq')) LIKE '%BIGINT'
+            THEN coalesce(TRY(json_transform(args, '{{"Seq":"BIGINT"}}')).Seq, -1) ELSE -1 END AS seq
+FROM at_hand
+"""
+_TOLD = [
+    "number",
+    "thread",
+    "start_ns",
+    "duration_ns",
+    "correlation",
+    "on_gpu",
+    "annotation",
+    "collective",
+    "phase",
+]
 OTHER_EVENTS = {
     "M": "names of processes and threads",
     "i": "instants",
@@ -86,15 +120,41 @@ PHASE_INDEX = {phase: index for index, phase in enumerate(names.PHASES)}
 NONE = -1
 
 
+class Texts:
+    """Different texts in the order in which they came; a code is a place among them, NONE for no text."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._places: dict[str, int] = {}
+
+    def codes(self, column: Any) -> Any:
+        encoded = column.combine_chunks().dictionary_encode()
+        own = [self._place(text) for text in encoded.dictionary.to_pylist()]
+        return pa.array(np.array([*own, NONE], np.int32)[np.asarray(pc.fill_null(encoded.indices, -1))])
+
+    def _place(self, text: str) -> int:
+        place = self._places.setdefault(text, len(self.texts))
+        if place == len(self.texts):
+            self.texts.append(text)
+        return place
+
+    def where(self, test: Callable[[str], Any]) -> NDArray[np.bool_]:
+        """Which texts pass a test, and False at the end, for NONE."""
+        return np.array([*(bool(test(text)) for text in self.texts), False])
+
+
 class Spool:
     """Typed rows of the events that last. Use as a context manager; `folder` gets the temporary file.
 
-    `told` has the rows of annotations, calls and collectives, `launches` (correlation, time) of all launches, and
+    `told` has the rows of annotations, calls and collectives, their texts as codes, `launches` (correlation, time) of all launches, and
     `marks` (time, index of phase, on_gpu) of all ops whose name tells a phase; times are ns since the file's origin.
     """
 
     def __init__(self, folder: Path, tally: Tally, *, python_stacks: bool) -> None:
         self._path = folder / "events.arrow"
+        #: Names of the rows in `told`, and what calls among them say, as JSON: the columns `name` and `said` count them.
+        self.names, self.said = Texts(), Texts()
+        self._aside = duckdb.connect()
         self._connection = duckdb.connect(config={"memory_limit": "256MB"})
         self._writer: pa.RecordBatchStreamWriter | None = None
         self._tally, self._python_stacks = tally, python_stacks
@@ -112,13 +172,14 @@ class Spool:
         self._told: list[pa.Table] = []
         self._launches: list[pa.Table] = []
         self._marks: list[pa.Table] = []
-        self._starts: list[pa.Array[Any]] = []
+        self._starts: list[NDArray[np.int64]] = []
 
     def __enter__(self) -> Spool:
         return self
 
     def __exit__(self, *_: TracebackType | type[BaseException] | BaseException | None) -> None:
         self._connection.close()
+        self._aside.close()
         if self._writer:
             self._writer.close()
 
@@ -268,16 +329,28 @@ class Spool:
             index = rows.schema.get_field_index("duration_ns")
             rows = rows.set_column(index, "duration_ns", pc.if_else(negative, None, duration))
         rows = _with_meaning(rows)
-        self._starts.append(rows["start_ns"].combine_chunks())
+        self._starts.append(rows["start_ns"].to_numpy()[:: max(1, rows.num_rows // SAMPLED)].copy())
         launches = pc.and_(pc.is_valid(rows["correlation"]), pc.invert(rows["on_gpu"]))
         self._launches.append(rows.select(["correlation", "start_ns"]).filter(launches))
         telling = pc.and_(pc.greater_equal(rows["phase"], 0), pc.invert(rows["annotation"]))
         self._marks.append(rows.select(["start_ns", "phase", "on_gpu", "layer_mark"]).filter(telling))
-        self._told.append(rows.filter(rows["at_hand"]))
+        self._told.append(self._coded(rows.filter(rows["at_hand"])))
         rows = rows.drop_columns(["args", "at_hand", "layer_mark"])
         if self._writer is None:
             self._writer = pa.ipc.new_stream(str(self._path), rows.schema)
         self._writer.write_table(rows.combine_chunks())
+
+    def _coded(self, rows: pa.Table) -> pa.Table:
+        """Rows at hand with codes for their texts: many, but few different ones."""
+        self._aside.register("at_hand", rows.select(["args"]))
+        calls = self._aside.sql(_SAY).to_arrow_table()
+        self._aside.unregister("at_hand")
+        return (
+            rows.select(_TOLD)
+            .append_column("name", self.names.codes(rows["name"]))
+            .append_column("said", self.said.codes(calls["said"]))
+            .append_column("seq", calls["seq"])
+        )
 
     def _finish(self) -> bool:
         if self._writer is None:
@@ -289,7 +362,7 @@ class Spool:
         correlation, launched = (launches[c].to_numpy() for c in ("correlation", "start_ns"))
         order = np.lexsort((launched, correlation))
         self.launches = correlation[order], launched[order]
-        self.starts = np.concatenate([s.to_numpy() for s in self._starts])
+        self.starts = np.concatenate(self._starts)
         return True
 
     def keep_between(self, low_ns: int, high_ns: int, longest_ns: int) -> None:

@@ -11,10 +11,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from pyarrow import compute
 
 from . import _kineto_names as names
 from ._kineto_spool import NONE, Spool
 
+#: Untyped: the stubs of pyarrow know only some of what these functions take.
+pc: Any = compute
 Ints = NDArray[np.int64]
 
 
@@ -61,7 +64,7 @@ class Surroundings:
 
         for name, start, end in annotations:
             named, phase = names.layer_of(name), names.annotated_phase(name)
-            if (named is None and phase is None) or names.GLOO.match(name):
+            if named is None and phase is None:
                 continue
             while open_ones and open_ones[-1][0] <= start:
                 ended = open_ones.pop()[0]
@@ -98,24 +101,18 @@ class Timeline:
     """The surroundings of a spooled profile's events."""
 
     def __init__(self, spool: Spool) -> None:
-        rows = spool.told.append_column("row", pa.array(np.arange(spool.told.num_rows)))
-        rows = rows.sort_by(
-            [("start_ns", "ascending"), ("duration_ns", "descending"), ("number", "ascending")]
-        )
-        columns = ("name", "thread", "start_ns", "duration_ns", "on_gpu", "annotation")
-        told = [
-            (name, thread, start, start + (duration or 0), on_gpu, annotation)
-            for name, thread, start, duration, on_gpu, annotation in zip(
-                *(rows[c].to_pylist() for c in columns), strict=True
+        told = spool.told.filter(pc.is_valid(spool.told["duration_ns"]))
+        meant = spool.names.where(
+            lambda name: (
+                names.step_of(name) or names.annotated_phase(name) or names.layer_of(name) is not None
             )
-            # An annotation whose end is not known encloses nothing.
-            if duration is not None or not annotation
-        ]
-        annotations = [
-            (n, thread, start, end) for n, thread, start, end, gpu, note in told if note and not gpu
-        ]
+        ) & ~spool.names.where(names.GLOO.match)
+        captures = spool.names.where(names.CAPTURING.match)
+        code, on_gpu = told["name"].to_numpy(), np.asarray(told["on_gpu"])
+        notes = _named(spool, told, meant[code] & np.asarray(told["annotation"]))
+        annotations = [(name, thread, start, end) for name, thread, start, end, gpu in notes if not gpu]
         self.captures = _outermost(
-            [(n, start, end) for n, _, start, end, gpu, _ in told if not gpu and names.CAPTURING.match(n)]
+            [(name, start, end) for name, _, start, end, _ in _named(spool, told, captures[code] & ~on_gpu)]
         )
         candidates = [(names.step_of(name), thread, start, end) for name, thread, start, end in annotations]
         self.main_thread = _busiest(
@@ -137,9 +134,7 @@ class Timeline:
         self.surroundings = Surroundings(
             [(name, start, end) for name, thread, start, end in annotations if thread == self.main_thread]
         )
-        self.gpu_steps = self._gpu_steps(
-            [(n, start, end) for n, _, start, end, gpu, note in told if note and gpu]
-        )
+        self.gpu_steps = self._gpu_steps([(name, start, end) for name, _, start, end, gpu in notes if gpu])
         self.marks = spool.marks.filter(spool.marks["layer_mark"])["start_ns"].to_numpy()
 
     def _steps(self, found: list[tuple[names.StepName, int, int]]) -> list[Step]:
@@ -181,6 +176,18 @@ class Timeline:
             self.marks, self.step_times.start_ns[np.maximum(step, 0)], side="left"
         )
         return np.where(step >= 0, since - 1, NONE)
+
+
+def _named(spool: Spool, told: pa.Table, which: Any) -> list[tuple[str, int, int, int, bool]]:
+    """(name, thread, start, end, on_gpu) of rows by start, the longer of two that begin together first."""
+    rows = told.filter(pa.array(which)).sort_by(
+        [("start_ns", "ascending"), ("duration_ns", "descending"), ("number", "ascending")]
+    )
+    columns = (rows[c].to_pylist() for c in ("name", "thread", "start_ns", "duration_ns", "on_gpu"))
+    return [
+        (spool.names.texts[name], thread, start, start + duration, gpu)
+        for name, thread, start, duration, gpu in zip(*columns, strict=True)
+    ]
 
 
 def _outermost(captures: list[tuple[str, int, int]]) -> list[tuple[int, str]]:
