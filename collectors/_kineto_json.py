@@ -24,7 +24,8 @@ START = re.compile(rb'(?<!\\)"traceEvents"\s*:\s*\[')
 CUT = re.compile(rb"\}\s*(?:,\s*\{|\])")
 #: What comes next in an object, but never in a list.
 MEMBER = re.compile(rb'\s*(?:\}|,\s*"(?:[^"\\]|\\.)*"\s*:)')
-PIECE = 8 << 20
+#: Small: what DuckDB needs to parse it is many times as much.
+PIECE = 2 << 20
 #: A longer event, or more metadata, is no telemetry that we know; it would only exhaust memory.
 LONGEST = MAX_LINE
 #: Characters decoded in search of the array's end. A real trace needs one event; nested lists need theirs.

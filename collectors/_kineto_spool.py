@@ -28,7 +28,7 @@ from . import _kineto_names as names
 pc: Any = compute
 
 #: Texts handed to a thread of DuckDB's at a time, and rows taken back.
-TEXTS, ROWS = 16_384, 65_536
+TEXTS, ROWS = 16_384, 32_768
 #: Starts kept of a table's worth of rows, to know when the profile was.
 SAMPLED = 1_000
 #: Rows left out that are counted at a time.
