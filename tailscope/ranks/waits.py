@@ -314,9 +314,12 @@ def _table(
     start, end, duration = start - offset, end - offset, end - start
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # rounds of NaN alone cannot occur, columns of it can
-        arrivals = np.sort(np.where(present, start, -np.inf), axis=0)
-        last, second = arrivals[-1], arrivals[-2]
-        late = np.argmax(np.where(present, start, -np.inf), axis=0)
+        arrivals = np.where(present, start, -np.inf)
+        late = np.argmax(arrivals, axis=0)
+        rounds = np.arange(arrivals.shape[1])
+        last = arrivals[late, rounds]
+        arrivals[late, rounds] = -np.inf
+        second = np.max(arrivals, axis=0)
         shortest = np.argmin(np.where(present, duration, np.inf), axis=0)
         transfer = np.maximum(np.nanmin(duration, axis=0), 0.0)
         work = _gather(group, [r.work_ns for r in ranks])
@@ -326,7 +329,7 @@ def _table(
     caused = last - second
     own = np.clip(np.nan_to_num(np.minimum(caused, extra), nan=0.0), 0.0, None)
     own[~np.isfinite(work_late)] = 0.0
-    phase, in_phase = _late_phase(group, ranks, late)
+    phase, in_phase = _late_phase(group, ranks, late, work_late, work_others)
     slow = _slow_transfer(group, ranks, transfer)
     row, column = np.nonzero(present)
     places = [place[here] for place, here in zip(group.place, present, strict=True)]
@@ -378,15 +381,18 @@ def _late_and_others(values: Floats, late: Ints) -> tuple[Floats, Floats]:
     return values[late, rounds], median_of(others)
 
 
-def _late_phase(group: Group, ranks: list[RankCollectives], late: Ints) -> tuple[Ints, tuple[Floats, Floats]]:
+def _late_phase(
+    group: Group, ranks: list[RankCollectives], late: Ints, work_late: Floats, work_others: Floats
+) -> tuple[Ints, tuple[Floats, Floats]]:
     """Index of the phase of work in which each round's last rank exceeds the others most; its time and theirs."""
     rounds = group.place.shape[1]
     best, chosen = np.full(rounds, -np.inf), np.full(rounds, OTHER)
     mine, theirs = np.zeros(rounds), np.zeros(rounds)
     # What no rank did cannot be it; `other` is what there is without any phase.
-    for index in [
-        i for i in range(len(WORK)) if i == OTHER or any(r.work_by_phase[:, i].any() for r in ranks)
-    ]:
+    some = [i for i in range(OTHER) if any(r.work_by_phase[:, i].any() for r in ranks)]
+    if not some:
+        return chosen, (np.nan_to_num(work_late), np.nan_to_num(work_others))
+    for index in [*some, OTHER]:
         values = _gather(group, [r.work_by_phase[:, index] for r in ranks])
         of_late, of_others = _late_and_others(values, late)
         more = np.nan_to_num(of_late - of_others, nan=-np.inf) > best
@@ -405,7 +411,7 @@ def _slow_transfer(group: Group, ranks: list[RankCollectives], transfer: Floats)
     size = _common(_gather(group, [r.columns["bytes"].astype(np.float64) for r in ranks]))
     # Sizes within an eighth of each other are alike.
     scale = np.where(size > 0, np.round(8 * np.log2(np.maximum(size, 1.0))), UNKNOWN)
-    _, alike = np.unique(np.stack([kind, scale]), axis=1, return_inverse=True)
+    _, alike = np.unique(kind * 1_000 + scale, return_inverse=True)
     slow = np.zeros(len(transfer))
     order = np.argsort(alike.reshape(-1), kind="stable")
     for members in np.split(order, np.flatnonzero(np.diff(alike.reshape(-1)[order])) + 1):

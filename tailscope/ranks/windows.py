@@ -106,11 +106,7 @@ def _one_after_another(chain: list[Profile]) -> list[list[Profile]]:
     for profile in chain:
         by_rank.setdefault(profile.rank, []).append(profile)
     counts = {len(own) for own in by_rank.values()}
-    disjoint = all(
-        one.last_ns <= other.first_ns
-        for own in by_rank.values()
-        for one, other in pairwise(own)
-    )
+    disjoint = all(one.last_ns <= other.first_ns for own in by_rank.values() for one, other in pairwise(own))
     if len(counts) == 1 and disjoint:
         return [list(profiles) for profiles in zip(*by_rank.values(), strict=True)]
     return [chain]
