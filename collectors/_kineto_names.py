@@ -6,8 +6,6 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-PHASES = ("dispatch", "expert", "combine", "router", "attention", "moe", "collective", "eplb", "capture")
-
 # -- steps -------------------------------------------------------------------------------------
 
 _VLLM = re.compile(r"execute_context_(\d{1,9})\((\d{1,9})\)_generation_(\d{1,9})\((\d{1,9})\)$")

@@ -19,6 +19,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import compute
 
+from tailscope.schema import PHASES
 from tailscope.source import Tally
 
 from . import _kineto_json as kineto_json
@@ -116,7 +117,7 @@ OTHER_EVENTS = {
     "t": "flow arrows",
     "f": "flow arrows",
 }
-PHASE_INDEX = {phase: index for index, phase in enumerate(names.PHASES)}
+PHASE_INDEX = {phase: index for index, phase in enumerate(PHASES)}
 NONE = -1
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import compute
 
-from tailscope.schema import EVENTS, ITERATIONS, PROFILES, RANK_EVENTS, Table
+from tailscope.schema import EVENTS, ITERATIONS, PHASES, PROFILES, RANK_EVENTS, Table
 from tailscope.source import INT64_MAX, Source
 
 from . import _kineto_names as names
@@ -31,7 +31,7 @@ ROWS_AHEAD = 3
 Item = TypeVar("Item")
 #: Times from here on are ns since the epoch and not since a base: 2001.
 ABSOLUTE_NS = 1_000_000_000_000_000_000
-PHASES: Any = pa.array(names.PHASES)
+NAMES: Any = pa.array(PHASES)
 #: Events further apart than this are not of one profile.
 LONGEST_NS = 7 * 86_400_000_000_000
 
@@ -268,7 +268,7 @@ def _rank_events(
         **rank.columns,
         "step": _nullable(step),
         "layer": _nullable(layer),
-        "phase": PHASES.take(_nullable(phase)),
+        "phase": NAMES.take(_nullable(phase)),
         "name": batch["name"],
         "category": batch["category"],
         "stream": pc.coalesce(batch["stream"], batch["thread"]),

@@ -404,5 +404,7 @@ TABLES: tuple[Table, ...] = (
 )
 BY_NAME: dict[str, Table] = {table.name: table for table in TABLES}
 
+#: `phase` of `rank_events`.
+PHASES = ("dispatch", "expert", "combine", "router", "attention", "moe", "collective", "eplb", "capture")
 OBSERVERS = ("client", "gateway", "engine")
 STATUSES = ("ok", "error", "timeout", "rejected", "aborted", "unfinished")

@@ -27,8 +27,8 @@ from tailscope.engine import diagnose
 from tailscope.ingest import ingest
 from tailscope.model import Decision, Diagnosis, Finding
 from tailscope.parts import SourceWriter
-from tailscope.ranks import waits
 from tailscope.ranks.clocks import SAME_HOST_NS, Clock, fit_clocks
+from tailscope.ranks.collectives import KINDS
 from tailscope.ranks.rounds import match as match_rounds
 from tailscope.ranks.sequence import UNKNOWN, Match
 from tailscope.ranks.sequence import Sequence as RankSequence
@@ -60,7 +60,7 @@ def sequence(lived: Lived, rank: int, group: str = "world") -> tuple[RankSequenc
     return (
         RankSequence(
             index=np.arange(len(shown)),
-            kind=np.array([waits.KINDS.index(r.kind) for r in shown], np.int64),
+            kind=np.array([KINDS.index(r.kind) for r in shown], np.int64),
             seq=np.array([r.seq if named else UNKNOWN for r in shown], np.int64),
             start_ns=lived.clock(rank, [r.came[rank] for r in shown]),
             end_ns=lived.clock(rank, [r.left[rank] for r in shown]),
@@ -682,7 +682,7 @@ def test_more_tokens_are_part_of_the_cause(tmp_path: Path) -> None:
 
 def test_layouts_are_those_of_the_rounds() -> None:
     """The worlds of these tests consist of collectives that are compared."""
-    assert {kind for layout in LAYOUTS.values() for kind, _ in layout.values()} <= set(waits.KINDS)
+    assert {kind for layout in LAYOUTS.values() for kind, _ in layout.values()} <= set(KINDS)
 
 
 # -- real profiles --------------------------------------------------------------------------------

@@ -1,0 +1,130 @@
+"""One rank's collectives in a window, and the work it did between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import duckdb
+import numpy as np
+
+from tailscope.ranks.sequence import UNKNOWN, Floats, Ints
+from tailscope.ranks.windows import Profile
+from tailscope.scan import quote
+from tailscope.schema import PHASES
+from tailscope.store import Trace
+
+#: Collectives that nobody leaves before all have come. Others give no arrivals to compare.
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "barrier", "all_to_all")
+#: Phases that work between collectives is told apart by; what is in none is `other`.
+WORK = ("expert", "attention", "router", "moe", "other")
+OTHER = len(WORK) - 1
+EXPERT, DISPATCH, COMBINE = WORK.index("expert"), PHASES.index("dispatch"), PHASES.index("combine")
+
+
+def _index_sql(column: str, names: Iterable[str]) -> str:
+    """SQL for the place of a column's value among names, UNKNOWN where it is none of them."""
+    cases = " ".join(f"WHEN {quote(name)} THEN {index}" for index, name in enumerate(names))
+    return f"CASE {column} {cases} ELSE {UNKNOWN} END" if cases else str(UNKNOWN)
+
+
+_COLLECTIVES = f"""
+SELECT start_ns, start_ns + duration_ns AS end_ns, {_index_sql("collective", KINDS)} AS kind,
+       {_index_sql("phase", PHASES)} AS phase, coalesce(seq, -1) AS seq, {{group}} AS "group",
+       coalesce(group_size, 0) AS group_size, coalesce(step, -1) AS step, coalesce(layer, -1) AS layer,
+       coalesce(bytes_in, -1) AS bytes, coalesce(tokens, -1) AS tokens
+FROM rank_events WHERE source = $source AND collective IS NOT NULL AND duration_ns IS NOT NULL
+ORDER BY start_ns, end_ns
+"""
+_OPS = f"""
+SELECT start_ns, start_ns + duration_ns AS end_ns, {_index_sql("phase", WORK)} AS phase
+FROM rank_events
+WHERE source = $source AND collective IS NULL AND duration_ns > 0 AND phase IN ('expert', 'attention', 'router', 'moe')
+  AND (category = 'kernel') = $on_gpu
+ORDER BY phase, start_ns
+"""
+
+
+@dataclass(frozen=True)
+class RankCollectives:
+    """One rank's collectives by start, with its work before each; ns since the window's first event."""
+
+    profile: Profile
+    columns: dict[str, Ints]
+    #: Names of the groups that the column `group` counts.
+    groups: list[str]
+    start_ns: Floats
+    end_ns: Floats
+    #: Time since the collectives before had ended; NaN for the first, whose work the profile does not show.
+    work_ns: Floats
+    #: collectives x WORK: that time by phase.
+    work_by_phase: Floats
+
+
+def load_rank(trace: Trace, profile: Profile, origin_ns: int) -> RankCollectives:
+    with trace.connection.cursor() as con:
+        return _load(con, profile, origin_ns)
+
+
+def _load(con: duckdb.DuckDBPyConnection, profile: Profile, origin_ns: int) -> RankCollectives:
+    known = {"source": profile.source}
+    groups = [
+        name
+        for (name,) in con.execute(
+            'SELECT DISTINCT "group" FROM rank_events WHERE source = $source AND collective IS NOT NULL '
+            'AND "group" IS NOT NULL ORDER BY 1',
+            known,
+        ).fetchall()
+    ]
+    sql = _COLLECTIVES.format(group=_index_sql('"group"', groups))
+    rows = con.sql(sql, params=known).to_arrow_table()
+    arrays = {name: np.asarray(rows[name].to_numpy(), np.int64) for name in rows.column_names}
+    start = (arrays.pop("start_ns") - origin_ns).astype(np.float64)
+    end = (arrays.pop("end_ns") - origin_ns).astype(np.float64)
+    over = np.concatenate([[np.nan], np.maximum.accumulate(end)[:-1]]) if len(end) else end
+    work = np.maximum(start - over, 0.0)
+    by_phase = _by_phase(con, profile, origin_ns, start, over, work)
+    # Between dispatch and combine the experts run, whatever the ops are called.
+    before = np.concatenate([[UNKNOWN], arrays["phase"][:-1]]) if len(end) else arrays["phase"]
+    inside = (arrays["phase"] == COMBINE) & (before == DISPATCH)
+    by_phase[inside, EXPERT] += by_phase[inside, OTHER]
+    by_phase[inside, OTHER] = 0.0
+    return RankCollectives(profile, arrays, groups, start, end, work, by_phase)
+
+
+def _by_phase(
+    con: duckdb.DuckDBPyConnection,
+    profile: Profile,
+    origin_ns: int,
+    start: Floats,
+    over: Floats,
+    work: Floats,
+) -> Floats:
+    """The work before each collective by phase: the time that ops of a phase cover in it."""
+    result = np.zeros((len(start), len(WORK)))
+    if len(start):
+        for on_gpu in (True, False):
+            ops = con.execute(_OPS, {"source": profile.source, "on_gpu": on_gpu}).fetchnumpy()
+            if not len(ops["start_ns"]):
+                continue
+            phase = np.asarray(ops["phase"], np.int64)
+            begin = (np.asarray(ops["start_ns"], np.int64) - origin_ns).astype(np.float64)
+            finish = (np.asarray(ops["end_ns"], np.int64) - origin_ns).astype(np.float64)
+            for index in np.unique(phase):
+                mine = phase == index
+                opened, closed = begin[mine], finish[mine]
+                # Ops nest and overlap; each counts from where those before it ended.
+                opened = np.maximum(opened, np.concatenate([[-np.inf], np.maximum.accumulate(closed)[:-1]]))
+                collective = np.searchsorted(start, opened, side="right")
+                known = collective < len(start)
+                collective = np.minimum(collective, len(start) - 1)
+                opened = np.maximum(opened, np.nan_to_num(over[collective], nan=np.inf))
+                covered = np.maximum(np.minimum(closed, start[collective]) - opened, 0.0)
+                result[:, index] += np.bincount(collective, weights=covered * known, minlength=len(start))
+            break
+        else:
+            result[:, OTHER] = np.nan_to_num(work)
+            return result
+    left = np.nan_to_num(work) - result[:, :OTHER].sum(axis=1)
+    result[:, OTHER] = np.maximum(left, 0.0)
+    return result

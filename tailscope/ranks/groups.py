@@ -1,0 +1,116 @@
+"""Process groups: which collectives of which ranks belong together, and which are the same one."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from tailscope.ranks.collectives import COMBINE, DISPATCH, RankCollectives
+from tailscope.ranks.rounds import match
+from tailscope.ranks.sequence import UNKNOWN, Floats, Ints, Sequence
+from tailscope.ranks.windows import Window
+
+#: Ranks read and matched beside each other: NumPy and DuckDB leave Python's lock alone.
+BESIDE = 4
+
+
+@dataclass(frozen=True)
+class Group:
+    """Collectives of some ranks matched: `place` is ranks x rounds, UNKNOWN where a rank has no part.
+
+    `complete`: whether the ranks that the group should have are all there.
+    """
+
+    name: str
+    complete: bool
+    place: Ints
+
+
+#: A group: its name, the ranks it has by the profile, how many there should be (0: not known).
+Key = tuple[str, tuple[int, ...], int]
+
+
+def group_keys(window: Window, rank: RankCollectives) -> dict[Key, Ints]:
+    """A rank's groups and the positions of its collectives on each.
+
+    Where the profiler names no group, collectives outside of MoE exchanges are those of the tensor-parallel ranks of
+    one engine, if there are several engines side by side; all others are the world's.
+    """
+    usable = rank.columns["kind"] >= 0
+    keys: dict[Key, Ints] = {}
+    for number, name in enumerate(rank.groups):
+        mine = np.flatnonzero(usable & (rank.columns["group"] == number))
+        members = tuple(rank.profile.groups.get(name, ()))
+        size = (
+            len(members) or int(rank.columns["group_size"][mine].max(initial=0)) or (window.world_size or 0)
+        )
+        keys[name, members, size] = mine
+    unnamed = usable & (rank.columns["group"] == UNKNOWN)
+    inside = np.zeros(len(unnamed), bool)
+    if _several_engines(window):
+        inside = ~np.isin(rank.columns["phase"], (DISPATCH, COMBINE))
+        dp, pp = rank.profile.coordinates[:2]
+        engine = tuple(p.rank for p in window.profiles if p.coordinates[:2] == (dp, pp))
+        keys[f"dp{dp} pp{pp}", engine, 0 if window.missing else len(engine)] = np.flatnonzero(
+            unnamed & inside
+        )
+    keys["", (), window.world_size or 0] = np.flatnonzero(unnamed & ~inside)
+    return {key: mine for key, mine in keys.items() if len(mine)}
+
+
+def _several_engines(window: Window) -> bool:
+    """Whether the window has tensor-parallel groups beside each other."""
+    tp = {p.coordinates[2] for p in window.profiles}
+    return None not in tp and len(tp) > 1 and len({p.coordinates[:2] for p in window.profiles}) > 1
+
+
+def match_group(window: Window, key: Key, ranks: list[RankCollectives]) -> tuple[Group, int]:
+    """The group's collectives on all its ranks, against those of the rank that has most; how many stay unmatched."""
+    sequences = {
+        i: _sequence(rank, mine)
+        for i, rank in enumerate(ranks)
+        if (mine := group_keys(window, rank).get(key)) is not None
+    }
+    reference = max(sequences, key=lambda i: len(sequences[i].kind))
+    place = np.full((len(ranks), len(sequences[reference].kind)), UNKNOWN)
+    place[reference] = sequences[reference].index
+    name, _, size = key
+    # A group that no other profile knows: its collectives have no counterparts.
+    unmatched = place.shape[1] if len(sequences) == 1 and size != 1 else 0
+    others = [i for i in sequences if i != reference]
+    with ThreadPoolExecutor(BESIDE) as pool:
+        matches = pool.map(
+            lambda i: match(sequences[reference], sequences[i], shared_clock=window.one_host), others
+        )
+        for i, pairs in zip(others, matches, strict=True):
+            place[i, pairs.one] = sequences[i].index[pairs.other]
+            unmatched += pairs.unmatched
+    return Group(name, 0 < size == len(sequences) or (not size and not window.missing), place), unmatched
+
+
+def _sequence(rank: RankCollectives, mine: Ints) -> Sequence:
+    return Sequence(
+        index=mine,
+        kind=rank.columns["kind"][mine],
+        seq=rank.columns["seq"][mine],
+        start_ns=rank.start_ns[mine].astype(np.int64),
+        end_ns=rank.end_ns[mine].astype(np.int64),
+    )
+
+
+def gather(group: Group, values: list[Floats]) -> Floats:
+    """ranks x rounds of a value per collective, NaN where a rank has no part."""
+    rows = []
+    for place, of_rank in zip(group.place, values, strict=True):
+        if len(of_rank):
+            rows.append(np.where(place >= 0, of_rank[np.maximum(place, 0)], np.nan))
+        else:
+            rows.append(np.full(len(place), np.nan))
+    return np.array(rows)
+
+
+def common(values: Floats) -> Floats:
+    """The first rank's value in each round that is known."""
+    return np.asarray(np.nanmax(values, axis=0))
