@@ -9,7 +9,7 @@ NEEDS_PIP = $(RUN) -m pip --version >/dev/null 2>&1 || $(RUN) -m ensurepip >/dev
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo    diagnose the capture of a real vLLM in examples/mixed-load"
+	@echo "make demo    diagnose the captures of a real vLLM in examples"
 	@echo "make test    run the tests"
 	@echo "make check   ruff, mypy and the import contracts"
 	@echo "make docs    write the generated pages in docs/"
