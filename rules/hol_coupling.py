@@ -15,7 +15,9 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
         return Decision("no-data", RULE.missing)
     rows = [row for row in rows if row["culprit"] is not None]
     if not rows:
-        return Decision("clear", f"no class has prompts {limits['size_ratio']:g}x as long as another's")
+        return Decision(
+            "clear", f"no two classes with enough requests have prompts {limits['size_ratio']:g}x as long"
+        )
     by_culprit = groupby(sorted(rows, key=lambda r: (r["culprit"], r["victim"])), key=lambda r: r["culprit"])
     findings = [finding for _, group in by_culprit if (finding := judge(list(group), limits))]
     if any(f.status == "found" for f in findings):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from math import isfinite
 from statistics import median
 from typing import Any
 
@@ -25,6 +26,8 @@ from tailscope.model import (
 Row = Mapping[str, Any]
 #: From this many other ranks on their spread says what is ordinary.
 MANY_OTHERS = 3
+#: From so many times the others' tokens on load may be a cause.
+MORE_LOAD = 1.2
 
 
 def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
@@ -55,6 +58,14 @@ def window_decision(rows: Sequence[Row], all_ns: int, limits: Mapping[str, float
     worst = max(rows, key=lambda r: (r["own_ns"], r["decided_ns"]))
     undecided_ns = sum(r["caused_ns"] - r["decided_ns"] for r in rows)
     decided_ns = sum(r["decided_ns"] for r in rows)
+    if window["unmatched"] > (1 - limits["matched"]) * window["collectives"]:
+        return Decision(
+            "inconclusive",
+            f"{window['unmatched']} of {window['collectives']} collectives have no counterpart on another rank: "
+            "the profiles do not fit each other",
+        )
+    if undecided_ns > decided_ns and not isfinite(window["error_ns"]):
+        return Decision("inconclusive", "too few collectives in common to know the ranks' clocks")
     if undecided_ns > decided_ns and undecided_ns >= limits["share"] * window["step_ns"]:
         return Decision(
             "inconclusive",
@@ -65,7 +76,7 @@ def window_decision(rows: Sequence[Row], all_ns: int, limits: Mapping[str, float
             "inconclusive",
             f"by the clocks rank {worst['rank']} is late, but it is not the one that leaves collectives soonest: clocks are off",
         )
-    transient = [r for r in rows if (r["outlier_steps"] or 0) >= 2 and dominates(r, rows)]
+    transient = [r for r in rows if (r["outlier_steps"] or 0) >= 2 and is_few(r) and dominates(r, rows)]
     if worst in transient and passes(worst, limits):
         return found_passing(rows, transient, all_ns)
     chance = stats.binomtest(worst["lead_steps"], window["steps"], 1 / len(rows), "greater").pvalue
@@ -82,20 +93,24 @@ def window_decision(rows: Sequence[Row], all_ns: int, limits: Mapping[str, float
     if share >= limits["share"] and worst["lead_steps"] == window["steps"]:
         return Decision(
             "inconclusive",
-            f"rank {worst['rank']} leads in all of {window['steps']} steps, which are too few to tell it from chance",
+            f"rank {worst['rank']} is the latest in all of {window['steps']} steps, which are too few to tell it from chance",
         )
     if chance < limits["chance"] or share < limits["share"]:
         return Decision("clear", f"no rank's lateness costs {limits['share']:.0%} of the steps' time")
     return Decision(
         "clear",
-        f"lateness rotates: rank {worst['rank']} leads in {worst['lead_steps']} of {window['steps']} steps",
+        f"lateness goes round: rank {worst['rank']} is the latest in {worst['lead_steps']} of {window['steps']} steps, which "
+        f"could be chance (p = {chance:.2g})",
     )
+
+
+def is_few(late: Row) -> bool:
+    return bool(late["outlier_steps"] <= late["steps"] / 2)
 
 
 def passes(late: Row, limits: Mapping[str, float]) -> bool:
     """Whether a rank's lateness is that of few steps: without them it would not be worth acting on."""
-    left_ns = late["own_ns"] - late["outlier_ns"]
-    return bool(late["outlier_steps"] <= late["steps"] / 2 and left_ns < limits["share"] * late["step_ns"])
+    return bool(late["own_ns"] - late["outlier_ns"] < limits["share"] * late["step_ns"])
 
 
 def dominates(late: Row, rows: Sequence[Row]) -> bool:
@@ -118,7 +133,9 @@ def nothing_to_compare(window: Row) -> tuple[Any, str]:
             f"profiles of {window['present']} of {window['world_size']} ranks: the one that is waited for may be among the others",
         )
     if window["present"] < 2:
-        return "clear", "one rank: nobody to wait for"
+        if window["world_size"] == 1:
+            return "clear", "one rank: nobody to wait for"
+        return "no-data", RULE.missing
     if not window["collectives"]:
         return "no-data", RULE.missing
     return "inconclusive", "no collective is known on all its ranks: nothing to compare"
@@ -152,14 +169,10 @@ def persistent(
     stands_out = slower is not None and slower >= usual
     severity: Severity = "low"
     if stands_out:
-        severity = min(
-            severity_of(share),
-            severity_of(tail, bool(late["slo_broken"])),
-            key=("high", "medium", "low").index,
-        )
+        severity = worse(share, tail, bool(late["slo_broken"]))
     evidence = [
         Evidence(
-            f"leads in {late['lead_steps']} of {late['steps']} steps (by chance 1 in {len(rows)}; p = {chance:.2g}), last in "
+            f"the latest, by its own work, in {late['lead_steps']} of {late['steps']} steps (by chance 1 in {len(rows)}; p = {chance:.2g}), last in "
             f"{late['last_rounds'] / late['rounds']:.0%} of {late['rounds']} collectives",
             {
                 "lead_steps": late["lead_steps"],
@@ -201,10 +214,16 @@ def passing(rows: Sequence[Row], late: Row, tail: float | None) -> Finding:
         ),
         *common_evidence(rows, late, late["own_ns"] / late["step_ns"]),
     ]
+    severity = worse(share, tail, bool(late["slo_broken"]))
     place = place_of(
         late["outlier_phase"], [late["outlier_layer"]] if late["outlier_layer"] is not None else []
     )
-    return finding(rows, late, "transient", place, severity_of(share), tail, evidence, [])
+    return finding(rows, late, "transient", place, severity, tail, evidence, [])
+
+
+def worse(share: float, tail: float | None, slo_broken: bool) -> Severity:
+    """By the share of the steps' time that the lateness cost, or of a class's tail, whichever is more."""
+    return severity_of(max(share, tail or 0.0), slo_broken and tail is not None)
 
 
 def common_evidence(rows: Sequence[Row], late: Row, share: float) -> list[Evidence]:
@@ -218,25 +237,25 @@ def common_evidence(rows: Sequence[Row], late: Row, share: float) -> list[Eviden
         )
     ]
     waited = sum(r["wait_ns"] for r in rows)
-    kind = "late arrival" if waited > late["transfer_ns"] * len(rows) else "transfer"
+    in_all = waited + late["transfer_ns"] * len(rows)
     evidence.append(
         Evidence(
-            f"time in collectives is {waited / 1e6 / len(rows):.3g} ms of waiting and {late['transfer_ns'] / 1e6:.3g} ms of transfer a rank: "
-            f"mostly {kind}",
+            f"of a rank's {in_all / 1e6 / len(rows):.3g} ms in collectives {waited / max(in_all, 1):.0%} is waiting for the last to "
+            f"come, {1 - waited / max(in_all, 1):.0%} transfer",
             {"wait_ns": waited, "transfer_ns": late["transfer_ns"]},
         )
     )
     agreed = late["agreed_ns"] / late["decided_ns"] if late["decided_ns"] else 0.0
     evidence.append(
         Evidence(
-            f"without any clock: where it is last it also leaves soonest, in {agreed:.0%} of the wait; clocks are known to "
-            f"{late['error_ns'] / 1e6:.3g} ms",
+            f"without any clock: where it is last it also leaves soonest, in {agreed:.0%} of the wait; two clocks together are known "
+            f"to {late['error_ns'] / 1e6:.3g} ms",
             {"agreed": agreed, "error_ns": late["error_ns"]},
         )
     )
     if late["tokens"] and late["others_tokens"]:
         ratio = late["tokens"] / late["others_tokens"]
-        verdict = "load is no cause" if ratio < 1.2 else "load is part of the cause"
+        verdict = "load is no cause" if ratio < MORE_LOAD else "load is part of the cause"
         evidence.append(
             Evidence(
                 f"its experts got {ratio:.2f} x the others' tokens there: {verdict}", {"tokens_ratio": ratio}
@@ -255,7 +274,7 @@ def finding(
     evidence: list[Evidence],
     counter: list[Evidence],
 ) -> Finding:
-    waiting = sorted((r for r in rows if r["rank"] != late["rank"]), key=lambda r: -r["wait_ns"])
+    waiting = late["waits"] or []
     if late["missing"]:
         counter.append(
             Evidence(f"{late['missing']} of {late['world_size']} ranks have no profile in this window")
@@ -267,12 +286,17 @@ def finding(
         Party(
             "rank",
             str(r["rank"]),
-            {"wait_s": r["wait_ns"] / 1e9, "waits_in": r["waits"][0]["phase"] if r["waits"] else None},
+            {"wait_s": round(r["wait_ns"] / 1e9, 6), "waits_in": r["waits_in"]},
         )
         for r in waiting[:8]
     ]
     if tail:
         victims.append(Party("class", late["tail_class"], {"metric": late["tail_metric"]}))
+        text = (
+            f"{late['tail_class']} {late['tail_metric']}: {tail * late['excess_s']:.3g} s of {late['excess_s']:.3g} s excess "
+            f"({late['tail_rule']}) is waiting for it"
+        )
+        evidence.append(Evidence(text, {"waited_s": tail * late["excess_s"], "excess_s": late["excess_s"]}))
     return Finding(
         rule=RULE.name,
         status="found",
@@ -287,10 +311,18 @@ def finding(
         window_ns=(late["first_ns"], late["last_ns"]),
         evidence=tuple(evidence),
         counter_evidence=tuple(counter),
-        remedies=RULE.remedies,
+        remedies=remedies(late, severity),
         confirm_by=RULE.confirm_by,
         explains={f"{late['tail_class']}\t{late['tail_metric']}": tail * late["excess_s"]} if tail else {},
     )
+
+
+def remedies(late: Row, severity: Severity) -> tuple[Remedy, ...]:
+    """Those that fit: balancing experts only where they had more to do, nothing invasive for what is low."""
+    look, bind, balance, replace = RULE.remedies
+    loaded = late["tokens"] and late["others_tokens"] and late["tokens"] >= MORE_LOAD * late["others_tokens"]
+    fitting = (look, bind, balance, replace) if loaded else (look, bind, replace)
+    return fitting if severity != "low" else fitting[:2]
 
 
 def others(waiting: Sequence[Row]) -> str:
@@ -343,6 +375,12 @@ RULE = Rule(
             "errors", 3, "x", "Below three times the clocks' error nothing is known of who came first."
         ),
         Threshold(
+            "matched",
+            0.5,
+            "0-1",
+            "Where half of the collectives stay alone the others may be paired wrongly.",
+        ),
+        Threshold(
             "agreement",
             0.5,
             "0-1",
@@ -393,7 +431,7 @@ RULE = Rule(
     confirm_by=(
         "Profile again with the late rank's device swapped with another's: lateness that moves with the device is hardware, "
         "lateness that stays is load or placement",
-        "Watch the steps' time after the change: it should fall by the share named above",
+        "Watch the steps' time after the change: it should fall by what its lateness cost them",
     ),
     decide=decide,
 )

@@ -20,9 +20,13 @@ rounds AS (
     FROM rank_rounds r JOIN labelled l USING ("window", "group", round)
     WHERE l.complete AND l.at_step IS NOT NULL
 ),
+-- A step of a rank is from where its collectives before had ended; ranks are not in the same step at the same time.
 spans AS (
-    SELECT "window", at_step, max(end_ns) - min(start_ns - coalesce(work_ns, 0)) AS step_ns
-    FROM rounds GROUP BY "window", at_step
+    SELECT "window", at_step, median(rank_ns) AS step_ns
+    FROM (
+        SELECT "window", at_step, rank, max(end_ns) - min(start_ns - coalesce(work_ns, 0)) AS rank_ns
+        FROM rounds GROUP BY "window", at_step, rank
+    ) GROUP BY "window", at_step
 ),
 lengths AS (
     SELECT "window", count(*) AS steps, sum(step_ns) AS step_ns, median(step_ns) AS usual_ns FROM spans GROUP BY "window"
@@ -64,10 +68,17 @@ phases AS (
           FROM rounds WHERE decided AND own_ns > 0 GROUP BY "window", rank, late_phase)
     GROUP BY "window", rank
 ),
+-- Who waited for each late rank, how long, and mostly in what.
 waits AS (
-    SELECT "window", rank, list({phase: phase, wait_ns: wait_ns} ORDER BY wait_ns DESC, phase)[:3] AS waits
-    FROM (SELECT "window", rank, coalesce(phase, kind) AS phase, sum(wait_ns) AS wait_ns FROM rounds GROUP BY "window", rank, coalesce(phase, kind))
-    GROUP BY "window", rank
+    SELECT "window", late, list({rank: rank, wait_ns: wait_ns, waits_in: waits_in} ORDER BY wait_ns DESC, rank) AS waits
+    FROM (
+        SELECT "window", late, rank, sum(wait_ns) AS wait_ns, arg_max(waits_in, wait_ns) AS waits_in
+        FROM (
+            SELECT r."window", l.rank AS late, r.rank, coalesce(r.phase, r.kind) AS waits_in, sum(r.wait_ns) AS wait_ns
+            FROM rounds r JOIN rounds l ON l."window" = r."window" AND l."group" = r."group" AND l.round = r.round AND l.decided
+            WHERE r.rank <> l.rank GROUP BY r."window", l.rank, r.rank, coalesce(r.phase, r.kind)
+        ) GROUP BY "window", late, rank
+    ) GROUP BY "window", late
 ),
 -- Tokens a rank's experts got, and how many the others got where it was late in expert compute.
 loads AS (SELECT "window", at_step, layer, rank, sum(tokens) AS tokens FROM rounds WHERE phase = 'dispatch' AND tokens IS NOT NULL
@@ -83,7 +94,7 @@ late_loads AS (
     GROUP BY d."window", d.rank
 ),
 tail AS (
-    SELECT e.klass, e.metric, sum(e.excess_s) AS straggler_s, any_value(k.excess_s) AS excess_s, any_value(k.slo_broken) AS slo_broken
+    SELECT e.klass, e.metric, sum(e.excess_s) AS straggler_s, any_value(k.excess_s) AS excess_s, any_value(k.slo_broken) AS slo_broken, any_value(k.tail_rule) AS tail_rule
     FROM excess e JOIN class_rows k ON k.klass = e.klass AND k.metric = e.metric
     WHERE e.component = 'straggler_wait' AND k.excess_s > 0 GROUP BY e.klass, e.metric HAVING straggler_s > 0
     ORDER BY straggler_s / any_value(k.excess_s) DESC, e.klass LIMIT 1
@@ -91,14 +102,14 @@ tail AS (
 SELECT w.*, l.rank, l.* EXCLUDE ("window", rank), n.steps, n.step_ns, n.usual_ns, coalesce(d.lead_steps, 0) AS lead_steps,
        o.outlier_steps, o.steps_out, o.phase AS outlier_phase, o.layer AS outlier_layer, o.outlier_ns, o.outlier_work_ns, o.outlier_others_ns,
        p.phases, v.waits, t.tokens, t.others_tokens,
-       f.klass AS tail_class, f.metric AS tail_metric, f.straggler_s, f.excess_s, f.slo_broken
+       f.klass AS tail_class, f.metric AS tail_metric, f.straggler_s, f.excess_s, f.slo_broken, f.tail_rule
 FROM windows w
 LEFT JOIN late l USING ("window")
 LEFT JOIN lengths n USING ("window")
 LEFT JOIN leads d ON d."window" = w."window" AND d.rank = l.rank
 LEFT JOIN outliers o ON o."window" = w."window" AND o.rank = l.rank
 LEFT JOIN phases p ON p."window" = w."window" AND p.rank = l.rank
-LEFT JOIN waits v ON v."window" = w."window" AND v.rank = l.rank
+LEFT JOIN waits v ON v."window" = w."window" AND v.late = l.rank
 LEFT JOIN late_loads t ON t."window" = w."window" AND t.rank = l.rank
 LEFT JOIN tail f ON true
 ORDER BY w."window", l.rank

@@ -152,6 +152,7 @@ def _verdict(
             "inconclusive",
             None,
         )
+    with_tail = [row for row in classes if row.tail_n]
     found = [f for f in findings if f.status == "found"]
     if found:
         text = found[0].title
@@ -162,8 +163,11 @@ def _verdict(
             text += f". Also: {found[1].title}"
         if len(found) > 2:
             text += f", and {len(found) - 2} more"
+        largest, in_the_dark = _largest_component(with_tail) if with_tail else ("", False)
+        if in_the_dark:
+            # What no rule claims is most of the tail, and must not hide behind a finding.
+            return Verdict(f"{text}.{largest}{_longest_steps(trace, ledger)}", "found", explained)
         return Verdict(text + ".", "found", explained)
-    with_tail = [row for row in classes if row.tail_n]
     if with_tail:
         if any(f.status == "inconclusive" for f in findings):
             return Verdict(findings[0].title + ", but the data cannot decide why.", "inconclusive", None)
@@ -306,6 +310,8 @@ def _missing(trace: Trace) -> list[str]:
         )
     if not trace.has("metrics"):
         missing.append("/metrics: scrapes would confirm KV pressure and count preemptions and rejections")
+    if trace.count("steps") and not trace.rows("SELECT 1 FROM events WHERE kind = 'config' LIMIT 1"):
+        missing.append("the server's log: would say when the profiler, EPLB or JIT stopped the engine")
     if not trace.has("rank_events"):
         missing.append("rank timelines: torch profiler traces would say whether a rank made steps slow")
     return missing

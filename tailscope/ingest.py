@@ -24,7 +24,7 @@ from tailscope.source import HEAD, Options, Source, Tally, files_below
 SOURCE_ID_DIGITS = 16
 
 Status = Literal["ingested", "known", "skipped", "failed"]
-KNOWN = "content is in the trace already"
+KNOWN = "already in the trace"
 UNREADABLE = "cannot be read"
 
 
@@ -110,7 +110,10 @@ class _Ingest:
             return _failed(file, source, error)
         source_id = content_hash[:SOURCE_ID_DIGITS]
         if self._writer.knows(source_id):
-            return Outcome(file.display, "known", KNOWN, file.collector.name)
+            message = KNOWN
+            if self._options.rank is not None or self._options.python_stacks:
+                message += " as it was read then (--rank and --python-stacks need a new trace)"
+            return Outcome(file.display, "known", message, file.collector.name)
         given = self._instance or next((rule.instance for rule in rules if rule.instance), None)
         placed = _Placement(given, file.folder)
         self._writer.begin(source_id)

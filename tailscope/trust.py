@@ -163,13 +163,15 @@ def _ranks(trace: Trace) -> list[Trust]:
     found = []
     windows = trace.rows(
         'SELECT "window", any_value(world) AS world, any_value(world_size) AS world_size, any_value(missing) AS missing, '
-        "any_value(collectives) AS collectives, any_value(unmatched) AS unmatched, count(*) FILTER (WHERE NOT used) AS double "
+        "any_value(collectives) AS collectives, any_value(unmatched) AS unmatched, count(*) FILTER (WHERE NOT used) AS double, "
+        "count(*) FILTER (WHERE used) AS present "
         'FROM rank_windows GROUP BY "window" ORDER BY "window"'
     )
     lacking = [w for w in windows if w["missing"]]
     if lacking:
         worst = max(lacking, key=lambda w: w["missing"])
         text = f"{len(lacking)} of {len(windows)} profile window(s) lack ranks: {worst['missing']} of {worst['world_size']} in {worst['world']}"
+        text += ". Where other folders hold them, ingest all with one --instance"
         found.append(Trust("rank-coverage", "warn", text))
     double = sum(w["double"] for w in windows)
     if double:
@@ -179,12 +181,13 @@ def _ranks(trace: Trace) -> list[Trust]:
         "SELECT count(*) FILTER (WHERE rank IS NULL), count(*) FILTER (WHERE captures > 0 AND coalesce(steps, 0) = 0) FROM profiles"
     ).fetchall()
     if nameless:
-        text = f"{nameless} profile(s) do not say their rank and were left out; ingest each with --rank"
+        text = f"{nameless} profile(s) do not say their rank and were left out; ingest each into a new trace with --rank"
         found.append(Trust("rank-coverage", "warn", text))
     if captures:
         found.append(Trust("rank-coverage", "pass", f"{captures} profile(s) show graph captures, no steps"))
-    collectives, unmatched = (sum(w[c] for w in windows) for c in ("collectives", "unmatched"))
-    if collectives and max(w["world_size"] or 1 for w in windows) > 1:
+    shared = [w for w in windows if w["present"] > 1]
+    collectives, unmatched = (sum(w[c] for w in shared) for c in ("collectives", "unmatched"))
+    if collectives:
         text = f"collective → other ranks: {collectives - unmatched:,} of {collectives:,}"
         found.append(
             Trust(
@@ -195,7 +198,7 @@ def _ranks(trace: Trace) -> list[Trust]:
         "SELECT (SELECT count(*) FROM iterations i JOIN rank_windows w ON w.source = i.source AND w.used AND i.rank IS NOT NULL), "
         "count(*), count(*) FILTER (WHERE NOT alike) FROM rank_steps"
     ).fetchall()
-    if steps and placed:
+    if steps and placed and trace.rows("SELECT 1 FROM iterations WHERE rank IS NULL LIMIT 1"):
         text = f"step of a profile → engine step: {placed:,} of {steps:,}" + (
             f", {unlike:,} with another batch" if unlike else ""
         )

@@ -60,7 +60,7 @@ def test_every_file_has_an_outcome(tmp_path: Path) -> None:
         "good": "ingested",
         "gone wrong": "ingested",
         "bad": f"failed {folder / 'bad'}, line 3: nothing in it can be used",
-        "same again": "known content is in the trace already",
+        "same again": "known already in the trace",
         "empty": "skipped empty",
         "blank": "skipped empty",
         "photo.jpg": "skipped not recognised as telemetry",
@@ -92,7 +92,7 @@ def test_a_source_may_hold_nothing(tmp_path: Path) -> None:
     """It is a source nevertheless, and known the next time."""
     nothing = write(tmp_path / "f")
     assert status(add(tmp_path / "t", nothing)) == {"f": "ingested"}
-    assert status(add(tmp_path / "t", nothing)) == {"f": "known content is in the trace already"}
+    assert status(add(tmp_path / "t", nothing)) == {"f": "known already in the trace"}
     assert stored(tmp_path / "t", "SELECT rows, first_ns FROM sources") == [(0, None)]
 
 
@@ -132,7 +132,7 @@ def test_the_output_may_lie_in_the_input(
     write(tmp_path / "run1" / "f", request(1))
     monkeypatch.chdir(tmp_path)
     assert status(add(Path(output), tmp_path)) == {"f": "ingested"}
-    assert status(add(tmp_path / output, Path())) == {"f": "known content is in the trace already"}
+    assert status(add(tmp_path / output, Path())) == {"f": "known already in the trace"}
 
 
 def test_a_file_given_twice_is_read_once(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_content_and_not_the_file_is_known(tmp_path: Path) -> None:
     packed = tmp_path / "other.name"
     packed.write_bytes(gzip.compress(path.read_bytes()))
     assert set(status(add(tmp_path / "t", path, packed)).values()) == {
-        "known content is in the trace already"
+        "known already in the trace"
     }
     assert files_in(tmp_path / "t") == before
 

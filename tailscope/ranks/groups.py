@@ -66,19 +66,27 @@ def _several_engines(window: Window) -> bool:
     return None not in tp and len(tp) > 1 and len({p.coordinates[:2] for p in window.profiles}) > 1
 
 
-def match_group(window: Window, key: Key, ranks: list[RankCollectives]) -> tuple[Group, int]:
-    """The group's collectives on all its ranks, against those of the rank that has most; how many stay unmatched."""
-    sequences = {
-        i: _sequence(rank, mine)
-        for i, rank in enumerate(ranks)
-        if (mine := group_keys(window, rank).get(key)) is not None
-    }
+def match_groups(window: Window, ranks: list[RankCollectives]) -> tuple[list[Group], int]:
+    """The collectives of each group matched, and how many of the ranks' collectives have no counterpart on another."""
+    of_rank = [group_keys(window, rank) for rank in ranks]
+    members: dict[Key, list[int]] = {}
+    for i, keys in enumerate(of_rank):
+        for key in keys:
+            members.setdefault(key, []).append(i)
+    groups, unmatched = [], 0
+    for key in sorted(members):
+        sequences = {i: _sequence(ranks[i], of_rank[i][key]) for i in members[key]}
+        group, alone = _matched(window, key, len(ranks), sequences)
+        groups.append(group)
+        unmatched += alone
+    return groups, unmatched
+
+
+def _matched(window: Window, key: Key, ranks: int, sequences: dict[int, Sequence]) -> tuple[Group, int]:
+    """A group's collectives on all its ranks, against those of the rank that has most; how many stay alone."""
     reference = max(sequences, key=lambda i: len(sequences[i].kind))
-    place = np.full((len(ranks), len(sequences[reference].kind)), UNKNOWN)
+    place = np.full((ranks, len(sequences[reference].kind)), UNKNOWN)
     place[reference] = sequences[reference].index
-    name, _, size = key
-    # A group that no other profile knows: its collectives have no counterparts.
-    unmatched = place.shape[1] if len(sequences) == 1 and size != 1 else 0
     others = [i for i in sequences if i != reference]
     with ThreadPoolExecutor(BESIDE) as pool:
         matches = pool.map(
@@ -86,8 +94,11 @@ def match_group(window: Window, key: Key, ranks: list[RankCollectives]) -> tuple
         )
         for i, pairs in zip(others, matches, strict=True):
             place[i, pairs.one] = sequences[i].index[pairs.other]
-            unmatched += pairs.unmatched
-    return Group(name, 0 < size == len(sequences) or (not size and not window.missing), place), unmatched
+    name, _, size = key
+    found = int(np.sum(place[:, np.sum(place >= 0, axis=0) >= 2] >= 0))
+    # Of a group of one rank no other is to be found.
+    alone = sum(len(sequence.kind) for sequence in sequences.values()) - found if size != 1 else 0
+    return Group(name, 0 < size == len(sequences) or (not size and not window.missing), place), alone
 
 
 def _sequence(rank: RankCollectives, mine: Ints) -> Sequence:

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from tailscope.ranks.clocks import MAD_TO_SIGMA, Clock, connected, fit_clocks, median_of
 from tailscope.ranks.collectives import KINDS, OTHER, WORK, RankCollectives, load_rank
-from tailscope.ranks.groups import BESIDE, Group, common, gather, group_keys, match_group
+from tailscope.ranks.groups import BESIDE, Group, common, gather, match_groups
 from tailscope.ranks.sequence import UNKNOWN, Floats, Ints
 from tailscope.ranks.windows import Window
 from tailscope.schema import PHASES
@@ -51,11 +51,7 @@ def compare(trace: Trace, window: Window) -> WindowWaits:
     with ThreadPoolExecutor(BESIDE) as pool:
         ranks = list(pool.map(lambda profile: load_rank(trace, profile, origin), window.profiles))
     waits = WindowWaits(window, [], [], collectives=sum(len(r.start_ns) for r in ranks))
-    groups: list[Group] = []
-    for key in sorted({key for rank in ranks for key in group_keys(window, rank)}):
-        group, unmatched = match_group(window, key, ranks)
-        groups.append(group)
-        waits.unmatched += unmatched
+    groups, waits.unmatched = match_groups(window, ranks)
     waits.clocks = _clocks(groups, ranks, window.one_host)
     waits.tables = [t for g in groups if (t := _table(window, g, ranks, waits.clocks)) is not None]
     return waits

@@ -32,8 +32,9 @@ def render(outcomes: list[Outcome], trace: str, console: Console, base: Path | N
         if outcome.status == "failed":
             console.print(Text(f"could not read {printable(outcome.message, 500)}", "bold red"))
     known = [o for o in outcomes if o.status == "known"]
-    if known:
-        console.print(Text(f"already in the trace: {_names(known, base)}", "dim"))
+    for message in dict.fromkeys(o.message for o in known):
+        alike = [o for o in known if o.message == message]
+        console.print(Text(f"{message}: {_names(alike, base)}", "dim"))
     skipped = [o for o in outcomes if o.status == "skipped"]
     for message in dict.fromkeys(o.message for o in skipped):
         alike = [o for o in skipped if o.message == message]
