@@ -55,6 +55,8 @@ def window_decision(rows: Sequence[Row], all_ns: int, limits: Mapping[str, float
             "inconclusive",
             f"one step of {len(rows)} ranks is profiled: who was last in it may be last by chance",
         )
+    if not window["step_ns"]:
+        return Decision("inconclusive", "all collectives are at one time: the profiles are damaged")
     worst = max(rows, key=lambda r: (r["own_ns"], r["decided_ns"]))
     undecided_ns = sum(r["caused_ns"] - r["decided_ns"] for r in rows)
     decided_ns = sum(r["decided_ns"] for r in rows)
@@ -94,6 +96,12 @@ def window_decision(rows: Sequence[Row], all_ns: int, limits: Mapping[str, float
         return Decision(
             "inconclusive",
             f"rank {worst['rank']} is the latest in all of {window['steps']} steps, which are too few to tell it from chance",
+        )
+    if window["unmatched"] > (1 - limits["healthy"]) * window["collectives"]:
+        return Decision(
+            "inconclusive",
+            f"{window['unmatched']} of {window['collectives']} collectives have no counterpart on another rank: too many to "
+            "call the ranks alike",
         )
     if chance < limits["chance"] or share < limits["share"]:
         return Decision("clear", f"no rank's lateness costs {limits['share']:.0%} of the steps' time")
@@ -379,6 +387,12 @@ RULE = Rule(
             0.5,
             "0-1",
             "Where half of the collectives stay alone the others may be paired wrongly.",
+        ),
+        Threshold(
+            "healthy",
+            0.9,
+            "0-1",
+            "To say that no rank is late nearly all collectives must have been compared.",
         ),
         Threshold(
             "agreement",

@@ -336,7 +336,8 @@ def _scope(
         raise UsageError("--from must be before --to")
     if last is not None:
         [(end,)] = trace.connection.execute(
-            "SELECT max(coalesce(finished_ns, arrival_ns)) FROM requests"
+            "SELECT coalesce((SELECT max(coalesce(finished_ns, arrival_ns)) FROM requests), "
+            "(SELECT max(end_ns) FROM iterations), (SELECT max(last_ns) FROM profiles))"
         ).fetchall()
         from_ns = None if end is None else max(end - _duration_ns(last), 0)
     if instance is not None:

@@ -259,9 +259,7 @@ def test_content_and_not_the_file_is_known(tmp_path: Path) -> None:
     before = files_in(tmp_path / "t")
     packed = tmp_path / "other.name"
     packed.write_bytes(gzip.compress(path.read_bytes()))
-    assert set(status(add(tmp_path / "t", path, packed)).values()) == {
-        "known already in the trace"
-    }
+    assert set(status(add(tmp_path / "t", path, packed)).values()) == {"known already in the trace"}
     assert files_in(tmp_path / "t") == before
 
 

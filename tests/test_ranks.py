@@ -27,7 +27,7 @@ from tailscope.engine import diagnose
 from tailscope.ingest import ingest
 from tailscope.model import Decision, Diagnosis, Finding
 from tailscope.parts import SourceWriter
-from tailscope.ranks.clocks import SAME_HOST_NS, Clock, fit_clocks
+from tailscope.ranks.clocks import SAME_HOST_NS, Clock, connected, fit_clocks
 from tailscope.ranks.collectives import KINDS
 from tailscope.ranks.rounds import match as match_rounds
 from tailscope.ranks.sequence import UNKNOWN, Match
@@ -281,6 +281,20 @@ def test_a_shared_clock_that_is_impossible_is_not_believed() -> None:
     fitted = fit_clocks(*times(live(world)), one_host=True)
     assert {clock.basis for clock in fitted} == {"ends of collectives"}
     assert within(world, fitted)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 17, 64])
+def test_ranks_are_linked_one_through_another(ranks: int) -> None:
+    """Each rank shares rounds with its neighbour alone; without one such link there are two parts."""
+    end = np.full((ranks, ranks), np.nan)
+    for rank in range(ranks):
+        end[rank, rank] = end[rank, (rank + 1) % ranks] = 1.0
+    assert connected(end)
+    if ranks > 2:
+        end[0] = np.nan
+        end[0, 0] = 1.0
+        end[-1, 0] = np.nan
+        assert not connected(end)
 
 
 @pytest.mark.parametrize(

@@ -105,20 +105,20 @@ def _fit(end: Floats, common: Floats) -> Clock:
 
 
 def _pairwise(end: Floats) -> Floats:
-    """Offsets of the ranks, each from the rank nearest to the first that it has rounds with: most rounds first."""
-    known = np.isfinite(end).astype(np.int64)
+    """Offsets of the ranks, each from the one before it that it has most rounds with (Prim's spanning tree)."""
+    known = np.isfinite(end).astype(np.float32)
     together = known @ known.T
-    offsets = np.zeros(len(end))
-    placed: list[int] = []
-    while len(placed) < len(end):
-        left = [i for i in range(len(end)) if i not in placed]
-        links = [(int(together[i, j]), -j, -i) for i in left for j in placed if together[i, j]]
-        if links:
-            _, j, i = (abs(value) for value in max(links))
-            offsets[i] = offsets[j] + float(np.nanmedian(end[i] - end[j]))
-        else:
-            i = left[0]
-        placed.append(i)
+    ranks = len(end)
+    offsets = np.zeros(ranks)
+    left = np.ones(ranks, bool)
+    most, link = np.full(ranks, -1.0), np.full(ranks, -1)
+    for _ in range(ranks):
+        i = int(np.argmax(np.where(left, most, -np.inf)))
+        left[i] = False
+        if most[i] > 0:
+            offsets[i] = offsets[link[i]] + float(np.nanmedian(end[i] - end[link[i]]))
+        better = left & (together[i] > most)
+        most[better], link[better] = together[i][better], i
     return offsets
 
 

@@ -91,7 +91,8 @@ def write_ranks(trace: Trace, scope: Scope) -> None:
     clocks: list[dict[str, object]] = []
     for window in windows:
         waits = compare(trace, window)
-        for table in waits.tables:
+        if waits.tables:
+            table = pa.concat_tables(waits.tables)
             # In batches, so that DuckDB's threads share the work.
             rows = table.select(_ROUNDS.names)
             con.register("new_rounds", pa.Table.from_batches(rows.to_batches(BATCH), rows.schema))

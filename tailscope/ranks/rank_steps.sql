@@ -19,9 +19,9 @@ placed AS (
 candidates AS (
     SELECT p.*, s.k, abs(s.end_ns - p.end_ns) AS apart_ns,
            p.prefill_tokens = s.prefill_tokens AND p.decode_requests = s.decode_requests AS alike
-    FROM placed p JOIN steps s
-      ON s.k BETWEEN p.near - 1 AND p.near + 2 AND s.instance = p.instance AND s.engine IS NOT DISTINCT FROM p.engine
-    WHERE s.end_ns > p.start_ns AND s.start_ns < p.end_ns + 1000000000
+    FROM (SELECT *, near + unnest([-1, 0, 1, 2]) AS around FROM placed) p JOIN steps s ON s.k = p.around
+    WHERE s.instance = p.instance AND s.engine IS NOT DISTINCT FROM p.engine
+      AND s.end_ns > p.start_ns AND s.start_ns < p.end_ns + 1000000000
 ),
 best AS (
     FROM candidates
