@@ -360,7 +360,10 @@ class Spool:
         self.told = pa.concat_tables(self._told).combine_chunks()
         self.marks = pa.concat_tables(self._marks).sort_by("start_ns")
         launches = pa.concat_tables(self._launches)
+        # The pieces would take as much again.
+        self._told, self._marks, self._launches = [], [], []
         correlation, launched = (launches[c].to_numpy() for c in ("correlation", "start_ns"))
+        del launches
         order = np.lexsort((launched, correlation))
         self.launches = correlation[order], launched[order]
         self.starts = np.concatenate(self._starts)
@@ -377,7 +380,8 @@ class Spool:
         self.marks = self.marks.filter(near(self.marks["start_ns"]))
         correlation, launched = self.launches
         kept = (launched >= low_ns) & (launched <= high_ns)
-        self.launches = correlation[kept], launched[kept]
+        if not kept.all():
+            self.launches = correlation[kept], launched[kept]
 
     def launch_of(self, rows: pa.Table) -> Any:
         """When each row was launched, ns; masked where it was not, or nothing says."""

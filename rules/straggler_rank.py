@@ -87,7 +87,7 @@ def window_decision(rows: Sequence[Row], all_ns: int, limits: Mapping[str, float
         found = persistent(rows, worst, share, chance, tail_share(worst, all_ns), limits)
         return Decision(
             "found",
-            f"rank {worst['rank']} late in {worst['lead_steps']} of {window['steps']} steps",
+            f"rank {worst['rank']} late in {worst['lead_steps']} of {window['steps']} {window['unit']}",
             (found,),
         )
     if transient:
@@ -95,7 +95,7 @@ def window_decision(rows: Sequence[Row], all_ns: int, limits: Mapping[str, float
     if share >= limits["share"] and worst["lead_steps"] == window["steps"]:
         return Decision(
             "inconclusive",
-            f"rank {worst['rank']} is the latest in all of {window['steps']} steps, which are too few to tell it from chance",
+            f"rank {worst['rank']} is the latest in all of {window['steps']} {window['unit']}, which are too few to tell it from chance",
         )
     if window["unmatched"] > (1 - limits["healthy"]) * window["collectives"]:
         return Decision(
@@ -107,7 +107,7 @@ def window_decision(rows: Sequence[Row], all_ns: int, limits: Mapping[str, float
         return Decision("clear", f"no rank's lateness costs {limits['share']:.0%} of the steps' time")
     return Decision(
         "clear",
-        f"lateness goes round: rank {worst['rank']} is the latest in {worst['lead_steps']} of {window['steps']} steps, which "
+        f"lateness goes round: rank {worst['rank']} is the latest in {worst['lead_steps']} of {window['steps']} {window['unit']}, which "
         f"could be chance (p = {chance:.2g})",
     )
 
@@ -129,7 +129,7 @@ def dominates(late: Row, rows: Sequence[Row]) -> bool:
 
 def found_passing(rows: Sequence[Row], transient: Sequence[Row], all_ns: int) -> Decision:
     reason = ", ".join(
-        f"rank {r['rank']} late in {r['outlier_steps']} of {r['steps']} steps" for r in transient
+        f"rank {r['rank']} late in {r['outlier_steps']} of {r['steps']} {r['unit']}" for r in transient
     )
     return Decision("found", reason, tuple(passing(rows, r, tail_share(r, all_ns)) for r in transient))
 
@@ -180,7 +180,7 @@ def persistent(
         severity = worse(share, tail, bool(late["slo_broken"]))
     evidence = [
         Evidence(
-            f"the latest, by its own work, in {late['lead_steps']} of {late['steps']} steps (by chance 1 in {len(rows)}; p = {chance:.2g}), last in "
+            f"the latest, by its own work, in {late['lead_steps']} of {late['steps']} {late['unit']} (by chance 1 in {len(rows)}; p = {chance:.2g}), last in "
             f"{late['last_rounds'] / late['rounds']:.0%} of {late['rounds']} collectives",
             {
                 "lead_steps": late["lead_steps"],
@@ -212,7 +212,7 @@ def passing(rows: Sequence[Row], late: Row, tail: float | None) -> Finding:
     work, others = late["outlier_work_ns"] / 1e6, late["outlier_others_ns"] / 1e6
     evidence = [
         Evidence(
-            f"late in {late['outlier_steps']} of {late['steps']} steps ({steps}, counted from 0), each time in the same place: there its "
+            f"late in {late['outlier_steps']} of {late['steps']} {late['unit']} ({steps}, counted from 0), each time in the same place: there its "
             f"work takes {work / late['outlier_steps']:.3g} ms, the others' {others / late['outlier_steps']:.3g} ms",
             {
                 "steps": list(late["steps_out"]),

@@ -99,13 +99,14 @@ tail AS (
     WHERE e.component = 'straggler_wait' AND k.excess_s > 0 GROUP BY e.klass, e.metric HAVING straggler_s > 0
     ORDER BY straggler_s / any_value(k.excess_s) DESC, e.klass LIMIT 1
 )
-SELECT w.*, l.rank, l.* EXCLUDE ("window", rank), n.steps, n.step_ns, n.usual_ns, coalesce(d.lead_steps, 0) AS lead_steps,
+SELECT w.*, l.rank, l.* EXCLUDE ("window", rank), CASE WHEN g.has_steps THEN 'steps' ELSE 'blocks of eight collectives' END AS unit, n.steps, n.step_ns, n.usual_ns, coalesce(d.lead_steps, 0) AS lead_steps,
        o.outlier_steps, o.steps_out, o.phase AS outlier_phase, o.layer AS outlier_layer, o.outlier_ns, o.outlier_work_ns, o.outlier_others_ns,
        p.phases, v.waits, t.tokens, t.others_tokens,
        f.klass AS tail_class, f.metric AS tail_metric, f.straggler_s, f.excess_s, f.slo_broken, f.tail_rule
 FROM windows w
 LEFT JOIN late l USING ("window")
 LEFT JOIN lengths n USING ("window")
+LEFT JOIN stepped g USING ("window")
 LEFT JOIN leads d ON d."window" = w."window" AND d.rank = l.rank
 LEFT JOIN outliers o ON o."window" = w."window" AND o.rank = l.rank
 LEFT JOIN phases p ON p."window" = w."window" AND p.rank = l.rank
