@@ -92,10 +92,11 @@ def window_decision(rows: Sequence[Row], all_ns: int, limits: Mapping[str, float
         )
     if transient:
         return found_passing(rows, transient, all_ns)
-    if share >= limits["share"] and worst["lead_steps"] == window["steps"]:
+    if share >= limits["share"] and (chance < limits["chance"] or worst["lead_steps"] == window["steps"]):
         return Decision(
             "inconclusive",
-            f"rank {worst['rank']} is the latest in all of {window['steps']} {window['unit']}, which are too few to tell it from chance",
+            f"rank {worst['rank']} is the latest in {worst['lead_steps']} of {window['steps']} {window['unit']}, which are too few to "
+            "tell it from chance",
         )
     if window["unmatched"] > (1 - limits["healthy"]) * window["collectives"]:
         return Decision(
@@ -103,7 +104,7 @@ def window_decision(rows: Sequence[Row], all_ns: int, limits: Mapping[str, float
             f"{window['unmatched']} of {window['collectives']} collectives have no counterpart on another rank: too many to "
             "call the ranks alike",
         )
-    if chance < limits["chance"] or share < limits["share"]:
+    if share < limits["share"]:
         return Decision("clear", f"no rank's lateness costs {limits['share']:.0%} of the steps' time")
     return Decision(
         "clear",
