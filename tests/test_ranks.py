@@ -27,6 +27,7 @@ from tailscope.engine import diagnose
 from tailscope.ingest import ingest
 from tailscope.model import Decision, Diagnosis, Finding
 from tailscope.parts import SourceWriter
+from tailscope.ranks import waits
 from tailscope.ranks.clocks import SAME_HOST_NS, Clock, connected, fit_clocks
 from tailscope.ranks.collectives import KINDS
 from tailscope.ranks.rounds import match as match_rounds
@@ -473,6 +474,21 @@ def test_the_order_of_rows_and_parts_says_nothing(tmp_path: Path) -> None:
             rows = trace.rows('FROM rank_rounds ORDER BY "window", "group", round, rank')
             results.append(([key(r) for r in rows], diagnosis.findings, diagnosis.checks))
     assert len(results[0][1]) == 2
+    assert results[0] == results[1]
+
+
+def test_how_many_rounds_are_compared_at_a_time_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = worlds.write(tmp_path / "t", rank_worlds.tables(World(slow=(Slow(1, 1.5),), **apart(3, 2.0))))
+    results = []
+    for rounds in (waits.ROUNDS, 7):
+        monkeypatch.setattr(waits, "ROUNDS", rounds)
+        with Trace(path) as trace:
+            diagnose(trace, Config())
+            rows = trace.rows('FROM rank_rounds ORDER BY "window", "group", round, rank')
+            results.append([key(row) for row in rows])
+    assert len(results[0]) > 7
     assert results[0] == results[1]
 
 

@@ -8,7 +8,6 @@ is at most what its own work since then exceeds theirs (after Böhme et al., ACM
 
 from __future__ import annotations
 
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +29,8 @@ CLOCKS = frozenset(KINDS) - {"all_to_all"}
 FEW_ROUNDS = 8
 #: Rounds the clocks are fitted to, evenly taken; more make them no better known.
 MOST_FITTED = 20_000
+#: Rounds compared at a time, each by a thread of its own.
+ROUNDS = 65_536
 #: A transfer counts as slow beyond so many deviations from those of its size.
 SLOW_DEVIATIONS = 5.0
 
@@ -53,7 +54,7 @@ def compare(trace: Trace, window: Window) -> WindowWaits:
     waits = WindowWaits(window, [], [], collectives=sum(len(r.start_ns) for r in ranks))
     groups, waits.unmatched = match_groups(window, ranks)
     waits.clocks = _clocks(groups, ranks, window.one_host)
-    waits.tables = [t for g in groups if (t := _table(window, g, ranks, waits.clocks)) is not None]
+    waits.tables = [table for group in groups for table in _tables(window, group, ranks, waits.clocks)]
     return waits
 
 
@@ -77,38 +78,55 @@ def _clocks(groups: list[Group], ranks: list[RankCollectives], one_host: bool) -
     return fit_clocks(start[:, together], end[:, together], one_host=one_host)
 
 
-def _table(
+def _tables(
     window: Window, group: Group, ranks: list[RankCollectives], clocks: list[Clock]
-) -> pa.Table | None:
-    """Rows of `rank_rounds` for the rounds of a group that more than one rank has."""
-    taking = np.sum(group.place >= 0, axis=0)
-    if not (taking >= 2).any():
-        return None
-    group = Group(group.name, group.complete, group.place[:, taking >= 2])
-    taking = taking[taking >= 2]
+) -> list[pa.Table]:
+    """Rows of `rank_rounds` for the rounds of a group that more than one rank has, some rounds a table."""
+    place = group.place[:, np.sum(group.place >= 0, axis=0) >= 2]
+    if not place.shape[1]:
+        return []
+    group = Group(group.name, group.complete, place)
+    stay = gather(group, [r.end_ns - r.start_ns for r in ranks])
+    transfer = np.maximum(np.min(np.where(place >= 0, stay, np.inf), axis=0), 0.0)
+    slow = _slow_transfer(group, ranks, transfer)
+
+    def table(first: int) -> pa.Table:
+        some = slice(first, first + ROUNDS)
+        part = Group(group.name, group.complete, place[:, some])
+        return _table(window, part, first, ranks, clocks, transfer[some], slow[some])
+
+    with ThreadPoolExecutor(BESIDE) as pool:
+        return list(pool.map(table, range(0, place.shape[1], ROUNDS)))
+
+
+def _table(
+    window: Window,
+    group: Group,
+    first_round: int,
+    ranks: list[RankCollectives],
+    clocks: list[Clock],
+    transfer: Floats,
+    slow: Floats,
+) -> pa.Table:
     present = group.place >= 0
     start, end = gather(group, [r.start_ns for r in ranks]), gather(group, [r.end_ns for r in ranks])
     offset = np.array([clock.of(row) for clock, row in zip(clocks, start, strict=True)])
     start, end, duration = start - offset, end - offset, end - start
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # rounds of NaN alone cannot occur, columns of it can
-        arrivals = np.where(present, start, -np.inf)
-        late = np.argmax(arrivals, axis=0)
-        rounds = np.arange(arrivals.shape[1])
-        last = arrivals[late, rounds]
-        arrivals[late, rounds] = -np.inf
-        second = np.max(arrivals, axis=0)
-        shortest = np.argmin(np.where(present, duration, np.inf), axis=0)
-        transfer = np.maximum(np.nanmin(duration, axis=0), 0.0)
-        work = gather(group, [r.work_ns for r in ranks])
-        work_late, work_others = _late_and_others(work, late)
-        extra = work_late - work_others
+    arrivals = np.where(present, start, -np.inf)
+    late = np.argmax(arrivals, axis=0)
+    rounds = np.arange(arrivals.shape[1])
+    last = arrivals[late, rounds]
+    arrivals[late, rounds] = -np.inf
+    second = np.max(arrivals, axis=0)
+    shortest = np.argmin(np.where(present, duration, np.inf), axis=0)
+    work = gather(group, [r.work_ns for r in ranks])
+    work_late, work_others = _late_and_others(work, late)
+    extra = work_late - work_others
     error = np.array([clock.error_ns for clock in clocks])
     caused = last - second
     own = np.clip(np.nan_to_num(np.minimum(caused, extra), nan=0.0), 0.0, None)
     own[~np.isfinite(work_late)] = 0.0
     phase, in_phase = _late_phase(group, ranks, late, work_late, work_others)
-    slow = _slow_transfer(group, ranks, transfer)
     row, column = np.nonzero(present)
     places = [place[here] for place, here in zip(group.place, present, strict=True)]
 
@@ -122,13 +140,13 @@ def _table(
         "slow_ns": pa.array(_whole(slow)),
         "phase_work_ns": _rounded(in_phase[0]),
         "phase_others_ns": _rounded(in_phase[1]),
-        "ranks": pa.array(taking),
+        "ranks": pa.array(np.sum(present, axis=0)),
     }
     of_round = pa.array(column)
     columns: dict[str, Any] = {
         "window": pa.repeat(pa.scalar(window.number), len(row)),
         "group": pa.repeat(pa.scalar(group.name), len(row)),
-        "round": column,
+        "round": column + first_round,
         "rank": np.array(window.ranks)[row],
         "complete": pa.repeat(pa.scalar(group.complete), len(row)),
         "kind": _named(KINDS, pa.array(told("kind"))),
