@@ -29,6 +29,9 @@ SMALLEST_PART = 0.03
 #: Parts of an excess that are named; what is left is their rest.
 MOST_PARTS = 4
 
+#: What lasts less than this is shown with milliseconds.
+SHORT_NS = 10_000_000_000
+
 
 def render(diagnosis: Diagnosis, console: Console) -> None:
     for part in _parts(diagnosis):
@@ -209,7 +212,12 @@ def _finding(number: int, finding: Finding) -> Group:
     body.add_row("waiting", "; ".join(_party(victim) for victim in finding.victims))
     if finding.window_ns:
         first, last = (_time(ns) for ns in finding.window_ns)
-        body.add_row("when", f"{first:%H:%M:%S} to {last:%H:%M:%S} UTC")
+        short = finding.window_ns[1] - finding.window_ns[0] < SHORT_NS
+        shown = [
+            t.isoformat(timespec="milliseconds" if short else "seconds")[11:].split("+")[0]
+            for t in (first, last)
+        ]
+        body.add_row("when", f"{shown[0]} to {shown[1]} UTC")
     for label, entries in (("evidence", finding.evidence), ("against", finding.counter_evidence)):
         for i, entry in enumerate(entries):
             body.add_row(label if i == 0 else "", printable(entry.text, 400))
