@@ -13,10 +13,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import compute
 
-from tailscope.schema import PHASES
-
 from . import _kineto_names as names
-from ._kineto_spool import NONE, Spool
+from ._kineto_spool import NONE, PHASE_INDEX, Spool
 
 #: Untyped: the stubs of pyarrow know only some of what these functions take.
 pc: Any = compute
@@ -78,7 +76,7 @@ class Surroundings:
                 (
                     end,
                     outer[1] if named is None else named,
-                    outer[2] if phase is None else PHASES.index(phase),
+                    outer[2] if phase is None else PHASE_INDEX[phase],
                 )
             )
             mark(start)

@@ -150,19 +150,17 @@ def nothing_to_compare(window: Row) -> tuple[Any, str]:
     return "inconclusive", "no collective is known on all its ranks: nothing to compare"
 
 
-def slowdown(rows: Sequence[Row], rank: Row) -> float | None:
-    """A rank's own work between collectives, against the median of the others'."""
-    others = [r["work_ns"] for r in rows if r["rank"] != rank["rank"] and r["work_ns"]]
-    return rank["work_ns"] / median(others) if others and rank["work_ns"] else None
+def slowdown(rank: Row, work_ns: Sequence[int]) -> float | None:
+    """A rank's own work between collectives, against the median of the others' (`work_ns`)."""
+    return rank["work_ns"] / median(work_ns) if work_ns and rank["work_ns"] else None
 
 
-def ordinary(rows: Sequence[Row], rank: Row, limits: Mapping[str, float]) -> float:
-    """By how much a rank may be slower than the others and still be one of them."""
-    others = [r["work_ns"] for r in rows if r["rank"] != rank["rank"] and r["work_ns"]]
-    if len(others) < MANY_OTHERS:
+def ordinary(work_ns: Sequence[int], limits: Mapping[str, float]) -> float:
+    """By how much a rank may be slower than the others, whose work `work_ns` is, and still be one of them."""
+    if len(work_ns) < MANY_OTHERS:
         return limits["slower"]
-    middle = median(others)
-    spread = median(abs(work - middle) for work in others) / middle
+    middle = median(work_ns)
+    spread = median(abs(work - middle) for work in work_ns) / middle
     return float(min(limits["slower"], 1 + max(limits["share"], 5 * spread)))
 
 
@@ -174,7 +172,8 @@ def persistent(
     tail: float | None,
     limits: Mapping[str, float],
 ) -> Finding:
-    slower, usual = slowdown(rows, late), ordinary(rows, late, limits)
+    others_ns = [r["work_ns"] for r in rows if r["rank"] != late["rank"] and r["work_ns"]]
+    slower, usual = slowdown(late, others_ns), ordinary(others_ns, limits)
     stands_out = slower is not None and slower >= usual
     severity: Severity = "low"
     if stands_out:
@@ -204,7 +203,7 @@ def persistent(
                 f"its own work between collectives takes {slower:.2f} x the others'", {"slowdown": slower}
             ),
         )
-    return finding(rows, late, "persistent", where(late["phases"]), severity, tail, evidence, counter)
+    return finding(late, "persistent", where(late["phases"]), severity, tail, evidence, counter)
 
 
 def passing(rows: Sequence[Row], late: Row, tail: float | None) -> Finding:
@@ -227,7 +226,7 @@ def passing(rows: Sequence[Row], late: Row, tail: float | None) -> Finding:
     place = place_of(
         late["outlier_phase"], [late["outlier_layer"]] if late["outlier_layer"] is not None else []
     )
-    return finding(rows, late, "transient", place, severity, tail, evidence, [])
+    return finding(late, "transient", place, severity, tail, evidence, [])
 
 
 def worse(share: float, tail: float | None, slo_broken: bool) -> Severity:
@@ -274,7 +273,6 @@ def common_evidence(rows: Sequence[Row], late: Row, share: float) -> list[Eviden
 
 
 def finding(
-    rows: Sequence[Row],
     late: Row,
     pattern: str,
     place: str,

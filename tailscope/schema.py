@@ -92,6 +92,17 @@ def _instance(engine: bool = True) -> tuple[Column, ...]:
     return tuple(columns)
 
 
+def _place() -> tuple[Column, ...]:
+    """Where a rank runs and what its part of the model is."""
+    return (
+        Column("host", TEXT, "", "Host name."),
+        Column("dp", INT, "", "Data-parallel coordinate."),
+        Column("pp", INT, "", "Pipeline-parallel coordinate."),
+        Column("tp", INT, "", "Tensor-parallel coordinate."),
+        Column("ep", INT, "", "Expert-parallel coordinate."),
+    )
+
+
 REQUESTS = Table(
     "requests",
     "request as one observer saw it",
@@ -225,11 +236,7 @@ PROFILES = Table(
         Column("world", TEXT, "", "Torch world the rank belongs to; may span instances."),
         Column("rank", INT, "", "Rank in the world, unique over data parallelism; NULL when nothing says."),
         Column("world_size", INT, "", "Ranks in the world, as the profile says."),
-        Column("host", TEXT, "", "Host name."),
-        Column("dp", INT, "", "Data-parallel coordinate."),
-        Column("pp", INT, "", "Pipeline-parallel coordinate."),
-        Column("tp", INT, "", "Tensor-parallel coordinate."),
-        Column("ep", INT, "", "Expert-parallel coordinate."),
+        *_place(),
         Column("backend", TEXT, "", "Backend of the collectives: nccl, gloo and so on."),
         Column("groups", pa.map_(TEXT, pa.list_(INT)), "", "Ranks of each process group, by its name."),
         Column("first_ns", INT, "ns", "Start of the first event."),
@@ -251,11 +258,7 @@ RANK_EVENTS = Table(
         *_instance(),
         Column("world", TEXT, "", "Torch world the rank belongs to; may span instances."),
         Column("rank", INT, "", "Rank in the world, unique over data parallelism."),
-        Column("host", TEXT, "", "Host name."),
-        Column("dp", INT, "", "Data-parallel coordinate."),
-        Column("pp", INT, "", "Pipeline-parallel coordinate."),
-        Column("tp", INT, "", "Tensor-parallel coordinate."),
-        Column("ep", INT, "", "Expert-parallel coordinate."),
+        *_place(),
         Column("step", INT, "", "Step on this rank, counted from 0 at the start of the profile."),
         Column("layer", INT, "", "Model layer, as annotated, else counted by attention ops."),
         Column("phase", TEXT, "", "dispatch, expert, combine, router, attention, moe, collective and so on."),

@@ -10,6 +10,14 @@ WITH named AS (
     SELECT coalesce(instance, ''), engine FROM requests WHERE engine IS NOT NULL
 ),
 sole AS (SELECT instance, any_value(engine) AS engine FROM named GROUP BY instance HAVING count(*) = 1),
+teller AS (
+    -- Profiles show the steps once a rank; they count where the engine itself told nothing.
+    SELECT
+        coalesce(instance, '') AS instance, engine,
+        CASE WHEN NOT bool_or(bool_or(rank IS NULL)) OVER (PARTITION BY coalesce(instance, '')) THEN min(rank) END AS rank
+    FROM iterations WHERE instant(end_ns) IS NOT NULL
+    GROUP BY coalesce(instance, ''), engine
+),
 told AS (
     -- A source that names no engine tells of the only one that others name.
     SELECT i.* REPLACE (
@@ -20,12 +28,11 @@ told AS (
         number(running) AS running, number(waiting) AS waiting, number(deferred) AS deferred,
         CASE WHEN kv_usage BETWEEN 0 AND 1 THEN kv_usage END AS kv_usage
     )
-    FROM iterations i LEFT JOIN sole ON sole.instance = coalesce(i.instance, '')
+    FROM iterations i
+    JOIN teller t ON t.instance = coalesce(i.instance, '')
+     AND t.engine IS NOT DISTINCT FROM i.engine AND t.rank IS NOT DISTINCT FROM i.rank
+    LEFT JOIN sole ON sole.instance = coalesce(i.instance, '')
     WHERE instant(i.end_ns) IS NOT NULL AND ($instance IS NULL OR coalesce(i.instance, '') = $instance)
-    -- Profiles show the steps once a rank; they count where the engine itself told nothing.
-    QUALIFY i.rank IS NOT DISTINCT FROM CASE
-        WHEN bool_or(i.rank IS NULL) OVER (PARTITION BY coalesce(i.instance, '')) THEN NULL
-        ELSE min(i.rank) OVER (PARTITION BY coalesce(i.instance, ''), i.engine) END
 ),
 precise AS (
     SELECT instance, engine, min(end_ns) AS first_ns, max(end_ns) AS last_ns

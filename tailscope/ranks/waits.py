@@ -37,9 +37,8 @@ SLOW_DEVIATIONS = 5.0
 
 @dataclass
 class WindowWaits:
-    """A window's ranks compared. `table` has a row per rank and collective (columns of `rank_rounds`)."""
+    """A window's ranks compared. `tables` have a row per rank and collective (columns of `rank_rounds`)."""
 
-    window: Window
     clocks: list[Clock]
     tables: list[pa.Table]
     collectives: int = 0
@@ -51,7 +50,7 @@ def compare(trace: Trace, window: Window) -> WindowWaits:
     origin = window.span_ns[0]
     with ThreadPoolExecutor(BESIDE) as pool:
         ranks = list(pool.map(lambda profile: load_rank(trace, profile, origin), window.profiles))
-    waits = WindowWaits(window, [], [], collectives=sum(len(r.start_ns) for r in ranks))
+    waits = WindowWaits([], [], collectives=sum(len(r.start_ns) for r in ranks))
     groups, waits.unmatched = match_groups(window, ranks)
     waits.clocks = _clocks(groups, ranks, window.one_host)
     waits.tables = [table for group in groups for table in _tables(window, group, ranks, waits.clocks)]

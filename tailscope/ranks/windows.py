@@ -25,7 +25,6 @@ class Profile:
     groups: dict[str, list[int]]
     first_ns: int
     last_ns: int
-    steps: int
     events: int
 
 
@@ -66,7 +65,7 @@ def find_windows(trace: Trace, scope: Scope) -> list[Window]:
     """The windows of a trace in a scope, by world and time. Profiles of graph captures and of unknown ranks are left out."""
     rows = trace.rows(
         "SELECT source, coalesce(instance, '') AS instance, engine, coalesce(world, instance, '') AS world, rank, "
-        "world_size, host, dp, pp, tp, ep, groups, first_ns, last_ns, coalesce(steps, 0) AS steps, "
+        "world_size, host, dp, pp, tp, ep, groups, first_ns, last_ns, "
         "coalesce(events, 0) AS events FROM profiles "
         "WHERE rank IS NOT NULL AND first_ns IS NOT NULL AND last_ns >= first_ns "
         "AND NOT (coalesce(steps, 0) = 0 AND coalesce(captures, 0) > 0) "
@@ -128,7 +127,6 @@ def _profile(row: dict[str, Any]) -> Profile:
         groups=dict(row["groups"] or {}),
         first_ns=row["first_ns"],
         last_ns=row["last_ns"],
-        steps=row["steps"],
         events=row["events"],
     )
 
