@@ -60,12 +60,18 @@ late AS (
            sum(work_ns) AS work_ns
     FROM rounds GROUP BY "window", rank
 ),
+-- A layer with less than half of an even share of a phase's lateness has it by the way.
+by_layer AS (
+    SELECT "window", rank, late_phase, layer, sum(own_ns) AS own_ns, sum(phase_work_ns) AS work_ns, sum(phase_others_ns) AS others_ns,
+           sum(own_ns) >= 0.5 * avg(sum(own_ns)) OVER (PARTITION BY "window", rank, late_phase) AS counts
+    FROM rounds WHERE decided AND own_ns > 0 GROUP BY "window", rank, late_phase, layer
+),
 phases AS (
     SELECT "window", rank, list({phase: late_phase, own_ns: own_ns, work_ns: work_ns, others_ns: others_ns, layers: layers}
                                 ORDER BY own_ns DESC, late_phase)[:4] AS phases
-    FROM (SELECT "window", rank, late_phase, sum(own_ns) AS own_ns, sum(phase_work_ns) AS work_ns, sum(phase_others_ns) AS others_ns,
-                 list(DISTINCT layer ORDER BY layer) FILTER (WHERE layer IS NOT NULL) AS layers
-          FROM rounds WHERE decided AND own_ns > 0 GROUP BY "window", rank, late_phase)
+    FROM (SELECT "window", rank, late_phase, sum(own_ns) AS own_ns, sum(work_ns) AS work_ns, sum(others_ns) AS others_ns,
+                 list(layer ORDER BY layer) FILTER (WHERE layer IS NOT NULL AND counts) AS layers
+          FROM by_layer GROUP BY "window", rank, late_phase)
     GROUP BY "window", rank
 ),
 -- Who waited for each late rank, how long, and mostly in what.

@@ -254,6 +254,42 @@ def _demo(name: str, format: Format) -> None:
         _print_diagnosis(replace(diagnosis, trace={**diagnosis.trace, "path": trace.name}), format)
 
 
+@app.command()
+def sim(
+    scenario: Annotated[
+        Path, typer.Argument(help="What there is, in TOML (docs/scenarios.md).", metavar="SCENARIO")
+    ],
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Trace to write.")] = None,
+    raw: Annotated[
+        Path | None, typer.Option(help="Folder for the files that the emitters would write.", metavar="DIR")
+    ] = None,
+    truth: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for the truth: what was injected, each request's true bill.", metavar="DIR"
+        ),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Instead of the scenario's own.", min=0)] = None,
+) -> None:
+    """Simulate a world whose every nanosecond is known: a trace, the emitters' files, and the truth."""
+    from dataclasses import replace
+
+    from tailscope.sim.engine import simulate
+    from tailscope.sim.scenario_file import load
+    from tailscope.sim.written import write
+
+    if output is None and raw is None and truth is None:
+        raise UsageError(
+            "nothing to write: name a trace (-o), a folder for raw files (--raw) or for the truth (--truth)"
+        )
+    world = load(scenario)
+    if seed is not None:
+        world = replace(world, seed=seed)
+    outcome = simulate(world)
+    for line in write(outcome, trace=output, raw=raw, truth=truth):
+        print(line)
+
+
 @app.callback(invoke_without_command=True)
 def main(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     if version:

@@ -114,7 +114,7 @@ def exposure_test(
     ends_ns: Ints,
     *,
     window_ns: int,
-    strata: Ints,
+    controls: Floats,
     rounds: int = 499,
     shift_ns: int = 30_000_000_000,
     seed: int = 0,
@@ -122,15 +122,17 @@ def exposure_test(
     """Whether requests that arrive shortly before or during a culprit's interval are slower, by local circular shifts.
 
     Exposure is a culprit running in a fixed window after the victim's arrival, not an overlap with the
-    request, which would condition on the outcome. The difference is taken within strata of own load and
-    weighted by their exposed. The null moves all culprit intervals together by a random local shift
-    (the circular-shift null of spike-train analysis) and is judged by the ranks of the
-    latencies, since their tail hides an effect in means. None below 5 exposed or unexposed.
+    request, which would condition on the outcome. `controls` (requests x k) say what else makes a request slow, its own
+    class's load above all: what a smooth additive function of them explains of the latency is taken off first (Frisch
+    and Waugh 1933), so that a load which two unrelated pools share does not couple them. The null moves all culprit
+    intervals together by a random local shift (the circular-shift null of spike-train analysis) and is judged by the
+    ranks of the latencies, since their tail hides an effect in means. The difference is the coefficient of exposure
+    beside the controls, in the unit of the latency. None below 5 exposed or unexposed.
     """
     if not len(times_ns) or not len(starts_ns):
         return None
     order = np.argsort(times_ns, kind="stable")
-    times, values, groups = times_ns[order], latency[order], np.unique(strata[order], return_inverse=True)[1]
+    times, values = times_ns[order], latency[order]
     first, length = int(times[0]), max(int(times[-1]) - int(times[0]) + window_ns, 1)
     met = (ends_ns >= first) & (starts_ns < first + length)
     starts = np.maximum(starts_ns[met], first)
@@ -144,21 +146,39 @@ def exposure_test(
 
     exposed = exposed_by(0)
     count = int(exposed.sum())
-    difference = _stratified_difference(values, exposed, groups)
-    if count < 5 or len(values) - count < 5 or np.isnan(difference):
+    if count < 5 or len(values) - count < 5:
         return None
-    ranks = _ranks(values)
-    observed = _stratified_difference(ranks, exposed, groups)
+    explained = _additive_basis(controls[order])
+
+    def unexplained(of: Floats) -> Floats:
+        return np.asarray(of - explained @ (explained.T @ of))
+
+    own = unexplained(exposed.astype(np.float64))
+    if not own @ own > 1e-9 * count:
+        return None  # the controls say who is exposed
+    difference = float(own @ values / (own @ own))
+    ranks = unexplained(_ranks(values))
+    observed = float(ranks @ exposed)
     generator = np.random.default_rng(seed)
     reach = min(shift_ns, length // 2)
     # Shorter shifts leave most exposures as they are; much longer ones leave nothing of the load.
     least = min(max(window_ns, int(np.median(lasting)) // 2), reach // 2)
     shifts = generator.integers(least, max(reach, least + 1), rounds) * generator.choice([-1, 1], rounds)
-    null = np.array([_stratified_difference(ranks, exposed_by(int(s)), groups) for s in shifts])
-    null = null[~np.isnan(null)]
+    null = np.array([float(ranks @ exposed_by(int(s))) for s in shifts])
     # Sums in another order may differ in the last digit.
     p_value = (1 + int((null >= observed - 1e-9).sum())) / (1 + len(null))
     return ExposureEffect(count, len(values) - count, difference, p_value)
+
+
+def _additive_basis(controls: Floats) -> Floats:
+    """Orthonormal columns that span a constant and cubic functions of each control's ranks."""
+    n = len(controls)
+    columns = [np.ones(n)]
+    for control in controls.T:
+        centred = 2 * _ranks(control) - 1
+        columns += [centred, centred**2, centred**3]
+    basis, sizes, _ = np.linalg.svd(np.column_stack(columns), full_matrices=False)
+    return np.asarray(basis[:, sizes > 1e-9 * sizes[0]])
 
 
 def _exposed(times: Ints, starts: Ints, ends: Ints, window_ns: int) -> NDArray[np.bool_]:
@@ -177,16 +197,3 @@ def _ranks(values: Floats) -> Floats:
     """Ranks as a share of the sample, equal values sharing theirs."""
     _, index, count = np.unique(values, return_inverse=True, return_counts=True)
     return np.asarray(((np.cumsum(count) - (count - 1) / 2) / len(values))[index])
-
-
-def _stratified_difference(values: Floats, exposed: NDArray[np.bool_], strata: NDArray[np.intp]) -> float:
-    """Mean over the exposed of what they are above the unexposed of their stratum, 0, 1, ...; NaN for none."""
-    treated = np.bincount(strata, exposed)
-    control = np.bincount(strata, ~exposed)
-    both = (treated > 0) & (control > 0)
-    if not both.any():
-        return float("nan")
-    treated_sum = np.bincount(strata, values * exposed)[both]
-    control_sum = np.bincount(strata, values * ~exposed)[both]
-    treated, control = treated[both], control[both]
-    return float((treated_sum - control_sum / control * treated).sum() / treated.sum())

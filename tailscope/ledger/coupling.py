@@ -16,9 +16,8 @@ from tailscope.store import Trace
 
 #: A request counts as coupled to a class when its steps held at least this much of the class's prefill.
 COUPLED_NS = 1_000_000
-#: Own load is what arrived in this long before a request.
-LOAD_WINDOW_NS = 5_000_000_000
-LOAD_STRATA = 8
+#: Own load is what arrived in so many seconds before a request.
+LOAD_WINDOWS_S = (0.1, 0.5, 2.0, 5.0, 15.0)
 #: Latencies used by the statistical test.
 MAX_VICTIMS = 10_000
 #: Culprits whose prompts are not at least this many times as long cannot be a head of line.
@@ -100,9 +99,10 @@ def _test(trace: Trace, victim: dict[str, Any], culprit: dict[str, Any]) -> Coup
             GROUP BY id
         )
         SELECT j.instance, j.arrival_ns, j.ttft_ns / 1e9 AS ttft_s, coalesce(met.ns, 0) >= $least AS coupled,
-               j.arrival_ns + j.ttft_ns AS first_token_ns
+               j.arrival_ns + j.ttft_ns AS first_token_ns, j.arrival_ns + j.e2e_ns AS end_ns,
+               coalesce(j.prompt_tokens - coalesce(j.cached_tokens, 0), 0)::DOUBLE AS tokens
         FROM joined j LEFT JOIN met ON met.id = j.rid
-        WHERE j.billed AND j.klass = $victim AND j.ttft_ns >= 0 ORDER BY j.instance, j.arrival_ns
+        WHERE j.billed AND j.klass = $victim AND j.ttft_ns >= 0 AND j.e2e_ns >= j.ttft_ns ORDER BY j.instance, j.arrival_ns
         """,
         {"victim": victim["klass"], "culprit": culprit["klass"], "least": COUPLED_NS},
     ).fetchnumpy()
@@ -110,7 +110,8 @@ def _test(trace: Trace, victim: dict[str, Any], culprit: dict[str, Any]) -> Coup
     instance, coupled = np.asarray(requests["instance"]).astype(str), np.asarray(requests["coupled"], bool)
     with_steps = trace.count("steps") > 0
     windows = _prefill_windows(trace, culprit["klass"])
-    own, control = _pooled_test(times, ttft, instance, windows)
+    ends, tokens = np.asarray(requests["end_ns"], np.int64), np.asarray(requests["tokens"], np.float64)
+    own, control = _pooled_test(Victims(times, ttft, ends, tokens), instance, windows)
     return Coupling(
         victim=victim["klass"],
         culprit=culprit["klass"],
@@ -147,35 +148,81 @@ def _prefill_windows(trace: Trace, klass: str) -> dict[str, tuple[Ints, Ints]]:
     return {str(name): (starts[instance == name], ends[instance == name]) for name in np.unique(instance)}
 
 
+@dataclass(frozen=True)
+class Victims:
+    """Requests of one class on one instance by arrival: seconds to the first token, when each ended, tokens it computed."""
+
+    arrival_ns: Ints
+    ttft_s: Floats
+    end_ns: Ints
+    tokens: Floats
+
+    def select(self, chosen: NDArray[np.bool_]) -> Victims:
+        return Victims(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
+
+    @property
+    def window_ns(self) -> int:
+        """How long after an arrival a culprit's prefill exposes a request to it."""
+        return max(int(np.quantile(self.ttft_s, 0.25) * 1e9), 50_000_000)
+
+
+def exposure(victims: Victims, starts_ns: Ints, ends_ns: Ints) -> stats.ExposureEffect | None:
+    """The exposure test of `stats` with what is known of the victims' own load taken off."""
+    thin = slice(None, None, -(-len(victims.arrival_ns) // MAX_VICTIMS))
+    return stats.exposure_test(
+        victims.arrival_ns[thin],
+        victims.ttft_s[thin],
+        starts_ns,
+        ends_ns,
+        window_ns=victims.window_ns,
+        controls=own_load(victims)[thin],
+    )
+
+
+def own_load(v: Victims) -> Floats:
+    """What a request finds of its own class and what comes right after it, requests x controls.
+
+    Its own size; how many run and how many still wait for their first token when it arrives; how many, and how many
+    tokens, came shortly before and come in the window after it. Given all that, another pool's arrivals say nothing.
+    """
+    at, window = v.arrival_ns, v.window_ns
+    order = np.argsort(at, kind="stable")
+    ordered = at[order]
+    sums = np.concatenate([[0.0], np.cumsum(v.tokens[order])])
+
+    def between(low_ns: int, high_ns: int) -> tuple[Ints, Floats]:
+        low = np.searchsorted(ordered, at + low_ns, side="left")
+        high = np.searchsorted(ordered, at + high_ns, side="left")
+        return np.asarray(high - low, np.int64), sums[high] - sums[low]
+
+    before = np.searchsorted(ordered, at, side="left")
+    first = np.sort(at + np.asarray(v.ttft_s * 1e9, np.int64))
+    controls: list[Floats | Ints] = [
+        v.tokens,
+        before - np.searchsorted(np.sort(v.end_ns), at, side="right"),
+        before - np.searchsorted(first, at, side="right"),
+    ]
+    for seconds in LOAD_WINDOWS_S:
+        count, tokens = between(-int(seconds * 1e9), 0)
+        controls += [count, tokens] if seconds < 1 else [count]
+    for reach in (window, 2 * window, 500_000_000):
+        count, tokens = between(1, reach)
+        controls += [count, tokens] if reach == window else [count]
+    return np.column_stack([np.asarray(c, np.float64) for c in controls])
+
+
 def _pooled_test(
-    times: Ints, ttft: Floats, instance: NDArray[np.str_], windows: dict[str, tuple[Ints, Ints]]
+    victims: Victims, instance: NDArray[np.str_], windows: dict[str, tuple[Ints, Ints]]
 ) -> tuple[stats.ExposureEffect | None, stats.ExposureEffect | None]:
     """The test on the instance with most victims, and its control: the same victims, other instances' culprits."""
     names, counts = np.unique(instance, return_counts=True)
     name = str(names[np.argmax(counts)])
-    mine = np.flatnonzero(instance == name)
-    mine = mine[:: -(-len(mine) // MAX_VICTIMS)]
-    window = max(int(np.quantile(ttft[mine], 0.25) * 1e9), 50_000_000)
-    strata = _load_strata(times[mine])
-
-    def test(culprits: tuple[Ints, Ints]) -> stats.ExposureEffect | None:
-        if not len(culprits[0]):
-            return None
-        return stats.exposure_test(times[mine], ttft[mine], *culprits, window_ns=window, strata=strata)
-
+    mine = victims.select(instance == name)
+    nothing = np.empty(0, np.int64)
     others = [w for other, w in windows.items() if other != name]
     control = (
-        test((np.concatenate([w[0] for w in others]), np.concatenate([w[1] for w in others])))
+        exposure(mine, np.concatenate([w[0] for w in others]), np.concatenate([w[1] for w in others]))
         if others
         else None
     )
-    nothing = np.empty(0, np.int64)
-    return test(windows.get(name, (nothing, nothing))), control
-
-
-def _load_strata(times: Ints) -> Ints:
-    """Quantile group of each request's own class's arrivals in the window before it."""
-    ordered = np.sort(times)
-    before = np.searchsorted(ordered, times) - np.searchsorted(ordered, times - LOAD_WINDOW_NS)
-    edges = np.unique(np.quantile(before, np.linspace(0, 1, LOAD_STRATA + 1)[1:-1]))
-    return np.asarray(np.searchsorted(edges, before, side="right"), dtype=np.int64)
+    return exposure(mine, *windows.get(name, (nothing, nothing))), control

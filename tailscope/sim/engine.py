@@ -1,0 +1,597 @@
+"""Plays a scenario: clients, gateway, routing, engines and their ranks, event by event."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from math import ceil, inf, isnan, nan
+from typing import Any
+
+import numpy as np
+
+from tailscope.sim.cost import StepCost
+from tailscope.sim.frontend import FrontEnd
+from tailscope.sim.outcome import (
+    ABORTED,
+    OK,
+    REJECTED,
+    TIMEOUT,
+    UNFINISHED,
+    EngineOutcome,
+    Event,
+    Outcome,
+    Requests,
+    Runs,
+    Steps,
+)
+from tailscope.sim.ranks import RankWorld
+from tailscope.sim.scenario import Fault, Scenario
+from tailscope.sim.scheduler import Batch, Request, Scheduler
+from tailscope.sim.workload import Closed, make
+
+#: A world that has not come to its end this long after its clients' last request never will.
+GIVE_UP_S = 100_000.0
+
+
+def simulate(scenario: Scenario) -> Outcome:
+    """Play a scenario to its end: everything that was sent is served, left or refused. Deterministic by its seed."""
+    return _Play(scenario).run()
+
+
+class _Lane:
+    """Engines that step together: one, or the data-parallel engines of a mixture of experts."""
+
+    def __init__(
+        self, play: _Play, instance: int, engines: list[_Engine], seed: int, world: RankWorld | None
+    ) -> None:
+        self.play, self.instance, self.engines, self.world = play, instance, engines, world
+        scenario = play.scenario
+        self.lead = scenario.engine.async_scheduling
+        self.gap = scenario.cost.host_gap
+        self.executing: tuple[list[Batch], float, float] | None = None
+        self.pending: deque[list[Batch]] = deque()
+        self.inputs: list[tuple[_Engine, Request]] = []
+        self.aborts: list[tuple[_Engine, Request]] = []
+        self.steps = 0
+        self.costs = [StepCost(scenario.cost, (seed, instance, e.number)) for e in engines]
+        faults = [f for f in scenario.faults if f.replica == instance]
+        self.pauses = _pauses(scenario, [f for f in faults if f.kind == "pause"])
+        self.next_pause = 0
+        self.slow = [f for f in faults if f.kind == "slow-replica"]
+
+    # -- input ---------------------------------------------------------------------------------
+
+    def put(self, engine: _Engine, request: Request, now: float) -> None:
+        request.input_s = now
+        self.inputs.append((engine, request))
+        self.wake(now)
+
+    def wake(self, now: float) -> None:
+        if self.executing is None:
+            self.drain(now)
+            self.advance(now)
+
+    def drain(self, now: float) -> None:
+        for engine, request in self.inputs:
+            if request.gone:
+                continue
+            engine.scheduler.add(request, now)
+        self.inputs.clear()
+        for engine, request in self.aborts:
+            if not request.gone:
+                engine.scheduler.finish(request)
+        self.aborts.clear()
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def make(self, now: float, last: list[Batch] | None) -> bool:
+        """Make the next batch of each engine; whether any has something to compute."""
+        batches = [
+            engine.scheduler.schedule(now, last[i] if last else None) for i, engine in enumerate(self.engines)
+        ]
+        for engine in self.engines:
+            for request in engine.scheduler.started_fetches:
+                self.play.fetch(self, engine, request, now)
+            engine.scheduler.started_fetches.clear()
+        if all(batch.empty for batch in batches):
+            return False
+        if len(batches) > 1:
+            # A batch that is empty is computed as a dummy, and counts as a step of its engine.
+            for engine, batch in zip(self.engines, batches, strict=True):
+                if batch.empty:
+                    batch.number = engine.scheduler.made
+                    engine.scheduler.made += 1
+        self.pending.append(batches)
+        return True
+
+    def advance(self, now: float) -> None:
+        if not self.pending:
+            self.make(now, None)
+        if not self.pending:
+            return
+        batches = self.pending.popleft()
+        start = now + self.gap
+        end = self._end(batches, start)
+        self.executing = (batches, start, end)
+        if self.lead:
+            self.make(now, batches)
+        self.play.at(end, self._ended)
+
+    def _end(self, batches: list[Batch], start: float) -> float:
+        """When a step ends, and what each engine's part in it costs."""
+        factor = 1.0
+        for fault in self.slow:
+            if fault.from_s <= start < (inf if fault.to_s is None else fault.to_s):
+                factor *= fault.factor
+        parts = [cost.of(batch, factor) for cost, batch in zip(self.costs, batches, strict=True)]
+        work = [base + prefill for base, prefill in parts]
+        straggler = transfer = 0.0
+        if self.world is not None:
+            duration, straggler, transfer = self.world.step(self.steps, start, work)
+        else:
+            duration = max(work)
+        self.steps += 1
+        pause = 0.0
+        end = start + duration
+        while self.next_pause < len(self.pauses) and self.pauses[self.next_pause][0] < end:
+            at, length = self.pauses[self.next_pause]
+            self.next_pause += 1
+            # A pause that began while the engine had nothing to do holds up only with its rest.
+            rest = length if at >= start else max(0.0, at + length - start)
+            pause += rest
+            end += rest
+        for engine, part in zip(self.engines, parts, strict=True):
+            engine.parts = (*part, straggler, transfer, pause)
+        return end
+
+    def _ended(self, now: float) -> None:
+        assert self.executing is not None
+        batches, start, end = self.executing
+        for engine, batch in zip(self.engines, batches, strict=True):
+            self.play.results(engine, batch, now)
+            engine.record(batch, start, end)
+        self.executing = None
+        self.drain(now)
+        self.advance(now)
+
+
+class _Engine:
+    """One engine and what is written down of its steps."""
+
+    def __init__(self, scenario: Scenario, instance: str, number: int, role: str) -> None:
+        self.scheduler = Scheduler(scenario.engine)
+        self.instance, self.number, self.role = instance, number, role
+        self.output_s = scenario.cost.output
+        self.place = -1
+        self.lane: _Lane
+        self.parts: tuple[float, ...] = ()
+        self.rows: list[tuple[Any, ...]] = []
+
+    def record(self, batch: Batch, start: float, end: float) -> None:
+        s = self.scheduler
+        base, prefill, straggler, transfer, pause = self.parts
+        # What a rank world's collectives and the other engines of a lane add belongs to the step itself.
+        base += end - start - base - prefill - straggler - transfer - pause
+        self.rows.append(
+            (
+                batch.made_s, start, end, end + self.output_s,
+                batch.prefill_requests, batch.prefill_tokens, batch.decodes, batch.decodes,
+                batch.recompute_requests, batch.recompute_tokens, batch.context,
+                len(s.running), len(s.waiting), len(s.fetching) + len(s.arrived_remote), s.kv.usage,
+                batch.preempted, batch.preempted_told, batch.blocked,
+                base, prefill, straggler, transfer, pause, batch.empty,
+            )
+        )  # fmt: skip
+
+    @property
+    def load(self) -> int:
+        """As vLLM's data-parallel load balancer counts it."""
+        s = self.scheduler
+        waiting = len(s.waiting) + sum(engine is self for engine, _ in self.lane.inputs)
+        return 4 * waiting + len(s.running)
+
+    def outcome(self) -> EngineOutcome:
+        types = Steps.__annotations__
+        columns = list(zip(*self.rows, strict=True)) if self.rows else [()] * len(types)
+        kinds = {"Ints": np.int64, "Floats": np.float64}
+        arrays: dict[str, Any] = {
+            name: np.array(column, kinds.get(types[name], np.bool_))
+            for name, column in zip(types, columns, strict=True)
+        }
+        for request in [*self.scheduler.running, *self.scheduler.waiting]:
+            self.scheduler.end_runs(request)
+        runs = np.array(self.scheduler.runs, np.int64).reshape(-1, 7)
+        # A batch that was made and never run (its clients left) has no step.
+        runs = runs[runs[:, 1] < len(self.rows)]
+        runs[:, 2] = np.minimum(runs[:, 2], len(self.rows) - 1)
+        runs = runs[np.lexsort((runs[:, 0], runs[:, 1]))]
+        return EngineOutcome(
+            self.instance,
+            self.number,
+            self.role,
+            Steps(**arrays),
+            Runs(
+                runs[:, 0], runs[:, 1], runs[:, 2], runs[:, 3], runs[:, 4], runs[:, 5], gives=runs[:, 6] > 0
+            ),
+        )
+
+
+class _Row:
+    """A request as its client and the truth have it."""
+
+    __slots__ = (
+        "abort_after",
+        "arrival",
+        "engine",
+        "finished",
+        "first_shown",
+        "id",
+        "in_gateway",
+        "intended",
+        "last_shown",
+        "left",
+        "load",
+        "n",
+        "of_engine",
+        "of_prefill",
+        "planned",
+        "prefill_engine",
+        "prefix",
+        "prefix_tokens",
+        "priority",
+        "prompt",
+        "sent",
+        "status",
+        "timeout",
+        "transfer",
+        "user",
+    )  # fmt: skip
+
+    def __init__(self, id: str, load: int, intended: float, prompt: int, output: int) -> None:
+        self.id, self.load, self.intended, self.prompt, self.planned = id, load, intended, prompt, output
+        self.sent = self.arrival = self.first_shown = self.last_shown = self.finished = self.left = nan
+        self.prefix, self.prefix_tokens, self.priority, self.n = -1, 0, 0, 1
+        self.timeout = self.abort_after = self.transfer = nan
+        self.status, self.engine, self.prefill_engine = UNFINISHED, -1, -1
+        self.of_engine: Request | None = None
+        self.of_prefill: Request | None = None
+        self.user = False
+        self.in_gateway = False
+
+
+_ROW_INTS = ("load", "prompt", "planned", "priority", "status", "engine", "prefill_engine")
+_ROW_FLOATS = ("intended", "sent", "arrival", "first_shown", "last_shown", "finished", "left")
+
+
+class _Play:
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.now = 0.0
+        self._heap: list[tuple[float, int, Callable[[float], None]]] = []
+        self._count = 0
+        self.rows: list[_Row] = []
+        self.events: list[Event] = []
+        self.worlds: dict[str, RankWorld] = {}
+        self.prefillers, self.lanes = self._build()
+        self.engines = [e for lane in [*self.lanes, *self.prefillers] for e in lane.engines]
+        for place, engine in enumerate(self.engines):
+            engine.place = place
+        self._of_instance: dict[str, list[_Engine]] = {}
+        for engine in self.engines:
+            self._of_instance.setdefault(engine.instance, []).append(engine)
+        self._frontends = {name: FrontEnd(scenario.cost.frontend, self.at) for name in self._of_instance}
+        self._turn = self._prefill_turn = 0
+        self._in_flight = 0
+        self._queue: deque[_Row] = deque()
+        self._slow_frontends = [f for f in scenario.faults if f.kind == "frontend"]
+        self._counts = [0] * len(scenario.loads)
+        self._by_request: list[_Row] = []
+
+    def _build(self) -> tuple[list[_Lane], list[_Lane]]:
+        scenario, engine = self.scenario, self.scenario.engine
+        prefillers: list[_Lane] = []
+        lanes: list[_Lane] = []
+        for i in range(engine.replicas + engine.prefill_replicas):
+            decodes = i < engine.replicas
+            role = ("decode" if engine.prefill_replicas else "both") if decodes else "prefill"
+            name = f"vllm-{i}" if decodes else f"vllm-prefill-{i - engine.replicas}"
+            engines = [_Engine(scenario, name, number, role) for number in range(engine.data_parallel)]
+            world = None
+            if scenario.ranks.tensor_parallel * (engine.data_parallel if engine.moe else 1) > 1:
+                world = RankWorld(scenario, name, i, scenario.seed)
+                self.worlds[name] = world
+            groups = [engines] if engine.moe else [[e] for e in engines]
+            for group in groups:
+                lane = _Lane(self, i, group, scenario.seed, world)
+                for e in group:
+                    e.lane = lane
+                (lanes if decodes else prefillers).append(lane)
+        return prefillers, lanes
+
+    # -- events --------------------------------------------------------------------------------
+
+    def at(self, time: float, what: Callable[[float], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._heap, (time, self._count, what))
+
+    def run(self) -> Outcome:
+        workload, self._closed = make(self.scenario)
+        arrivals = self._rows_of(workload)
+        for load, closed in self._closed.items():
+            self._start_users(load, closed)
+        limit = self.scenario.duration_s + GIVE_UP_S
+        heap, nothing = self._heap, inf
+        upcoming = next(arrivals, None)
+        while heap or upcoming is not None:
+            due = upcoming.intended if upcoming is not None else nothing
+            if upcoming is not None and (not heap or due <= heap[0][0]):
+                self.send(upcoming, due)
+                upcoming = next(arrivals, None)
+                continue
+            now, _, what = heapq.heappop(heap)
+            if now > limit:
+                break
+            what(now)
+        self._tell_pauses()
+        return self._outcome()
+
+    def _rows_of(self, workload: Any) -> Any:
+        columns = (
+            "load",
+            "index",
+            "intended_s",
+            "prompt",
+            "output",
+            "prefix",
+            "prefix_tokens",
+            "priority",
+            "timeout_s",
+            "abort_after",
+            "n",
+        )
+        lists = [getattr(workload, name).tolist() for name in columns]
+        names = [load.name for load in self.scenario.loads]
+        for load, index, intended, prompt, output, prefix, prefix_tokens, priority, timeout, abort, n in zip(
+            *lists, strict=True
+        ):
+            for _ in range(n):
+                row = _Row(f"{names[load]}-{index:05d}", load, intended, prompt, output)
+                row.prefix, row.prefix_tokens, row.priority, row.n = prefix, prefix_tokens, priority, n
+                row.timeout, row.abort_after = timeout, abort
+                self._counts[load] = max(self._counts[load], index + 1)
+                yield row
+
+    # -- clients -------------------------------------------------------------------------------
+
+    def _start_users(self, load: int, closed: Closed) -> None:
+        spec = self.scenario.loads[load]
+        for _ in range(spec.users):
+            self.at(spec.from_s + closed.think(), lambda now: self._user_sends(load, now))
+
+    def _user_sends(self, load: int, now: float) -> None:
+        spec = self.scenario.loads[load]
+        until = min(self.scenario.duration_s, inf if spec.to_s is None else spec.to_s)
+        if now >= until or (spec.requests is not None and self._counts[load] >= spec.requests):
+            return
+        prompt, output, prefix, prefix_tokens, timeout, abort = self._closed[load].draw()
+        row = _Row(f"{spec.name}-{self._counts[load]:05d}", load, now, prompt, output)
+        self._counts[load] += 1
+        row.prefix, row.prefix_tokens, row.priority = prefix, prefix_tokens, spec.priority
+        row.timeout, row.abort_after, row.user = timeout, abort, True
+        self.send(row, now)
+
+    def send(self, row: _Row, now: float) -> None:
+        self.rows.append(row)
+        row.sent = now
+        if not isnan(row.timeout):
+            self.at(now + row.timeout, lambda t: self._leave(row, t, TIMEOUT))
+        gateway = self.scenario.gateway
+        if gateway.max_in_flight is not None and self._in_flight >= gateway.max_in_flight:
+            if gateway.max_queue is not None and len(self._queue) >= gateway.max_queue:
+                self._done(row, now, REJECTED)
+                return
+            row.in_gateway = True
+            self._queue.append(row)
+            return
+        self._forward(row, now)
+
+    def _leave(self, row: _Row, now: float, status: int) -> None:
+        """A client goes without its whole answer."""
+        if row.status != UNFINISHED or not isnan(row.left):
+            return
+        row.left = now
+        for place, request in ((row.engine, row.of_engine), (row.prefill_engine, row.of_prefill)):
+            if request is not None and not request.gone and place >= 0:
+                lane = self.engines[place].lane
+                lane.aborts.append((self.engines[place], request))
+                lane.wake(now)
+        if row.in_gateway:
+            self._queue.remove(row)
+            row.in_gateway = False
+            row.status = status
+            self._user_done(row, now)
+        else:
+            self._done(row, now, status)
+
+    def _done(self, row: _Row, now: float, status: int) -> None:
+        row.status = status
+        if status != REJECTED or not isnan(row.arrival):
+            self._in_flight -= 1
+            while self._queue and self._in_flight < (self.scenario.gateway.max_in_flight or 0):
+                first = self._queue.popleft()
+                first.in_gateway = False
+                self._forward(first, now)
+        self._user_done(row, now)
+
+    def _user_done(self, row: _Row, now: float) -> None:
+        if row.user:
+            self.at(now + self._closed[row.load].think(), lambda t: self._user_sends(row.load, t))
+
+    # -- gateway and API server ------------------------------------------------------------------
+
+    def _forward(self, row: _Row, now: float) -> None:
+        self._in_flight += 1
+        arrival = now + self.scenario.gateway.delay_s + self.scenario.telemetry.network_s
+        row.arrival = arrival
+        if self.prefillers:
+            lane = self._choose(self.prefillers, self._prefill_turn)
+            self._prefill_turn += 1
+        else:
+            lane = self._choose(self.lanes, self._turn)
+            self._turn += 1
+        limit = self.scenario.engine.max_num_queued_reqs
+        instance = self._of_instance[lane.engines[0].instance]
+        if limit is not None and sum(len(e.scheduler.waiting) for e in instance) >= limit:
+            self.events.append(Event(arrival, "rejection", "max_num_queued_reqs", instance[0].place))
+            self._done(row, now, REJECTED)
+            return
+        engine = min(instance, key=lambda e: (e.load, e.number))
+        delay = 0.0
+        for fault in self._slow_frontends:
+            if fault.replica == engine.lane.instance and fault.from_s <= arrival < (
+                inf if fault.to_s is None else fault.to_s
+            ):
+                delay += fault.length_s
+        request = self._request(row, row.planned if not self.prefillers else 1)
+        if self.prefillers:
+            row.prefill_engine, row.of_prefill = engine.place, request
+        else:
+            row.engine, row.of_engine = engine.place, request
+        self.at(arrival + delay, lambda t: self._to_engine(engine, request, t))
+
+    def _to_engine(self, engine: _Engine, request: Request, now: float) -> None:
+        """Through the API server to the engine's input."""
+        self._frontends[engine.instance].take(now, lambda t: engine.lane.put(engine, request, t))
+
+    def _choose(self, lanes: list[_Lane], turn: int) -> _Lane:
+        """The instance a request goes to, by its first lane."""
+        firsts = list({lane.instance: lane for lane in reversed(lanes)}.values())[::-1]
+        if self.scenario.engine.routing == "round-robin":
+            return firsts[turn % len(firsts)]
+        return min(
+            firsts,
+            key=lambda f: sum(e.load for lane in lanes if lane.instance == f.instance for e in lane.engines),
+        )
+
+    def _request(self, row: _Row, output: int) -> Request:
+        index = len(self._by_request)
+        self._by_request.append(row)
+        blocks = row.prefix_tokens // self.scenario.engine.block_size if row.prefix >= 0 else 0
+        request = Request(index, row.prompt, output, row.prefix, blocks)
+        request.order = (row.priority, row.arrival, index)
+        if not isnan(row.abort_after):
+            request.leaves_at = -1 if row.abort_after <= 0 else max(1, ceil(row.abort_after * row.planned))
+        return request
+
+    # -- engines -------------------------------------------------------------------------------
+
+    def fetch(self, lane: _Lane, engine: _Engine, request: Request, now: float) -> None:
+        """The KV cache of a request comes from its prefill instance."""
+        assert request.transfer_s is not None
+
+        def arrived(time: float) -> None:
+            if not request.gone:
+                engine.scheduler.fetching.remove(request)
+                engine.scheduler.arrived_remote.append(request)
+                lane.wake(time)
+
+        self.at(now + request.transfer_s, arrived)
+
+    def results(self, engine: _Engine, batch: Batch, now: float) -> None:
+        shown = now + self.scenario.cost.output
+        for request in batch.firsts:
+            request.first_token_s = now
+            row = self._by_request[request.index]
+            if request is row.of_engine and not request.gone:
+                row.first_shown = shown
+        for request in batch.leaving:
+            if not request.gone:
+                row = self._by_request[request.index]
+                self._leave(row, shown, ABORTED)
+        for request in batch.finishing:
+            if request.gone:
+                continue
+            request.last_token_s = now
+            engine.scheduler.finish(request)
+            self._finished(self._by_request[request.index], request, shown)
+
+    def _finished(self, row: _Row, request: Request, shown: float) -> None:
+        if not isnan(row.left):
+            return
+        if request is row.of_prefill:
+            self.at(shown, lambda t: self._hand_over(row, t))
+            return
+        row.last_shown = row.finished = shown
+        self.at(shown, lambda t: self._done(row, t, OK) if isnan(row.left) else None)
+
+    def _hand_over(self, row: _Row, now: float) -> None:
+        if not isnan(row.left):
+            return
+        engine_settings = self.scenario.engine
+        lane = self._choose(self.lanes, self._turn)
+        self._turn += 1
+        engine = min(self._of_instance[lane.engines[0].instance], key=lambda e: (e.load, e.number))
+        request = self._request(row, row.planned)
+        row.transfer = (
+            engine_settings.kv_transfer_latency_s + row.prompt / engine_settings.kv_transfer_tokens_per_s
+        )
+        request.transfer_s = row.transfer
+        row.engine, row.of_engine = engine.place, request
+        self._to_engine(engine, request, now)
+
+    # -- what became of it -----------------------------------------------------------------------
+
+    def _tell_pauses(self) -> None:
+        last = max((e.rows[-1][2] for e in self.engines if e.rows), default=0.0)
+        for fault in self.scenario.faults:
+            if fault.kind == "pause":
+                place = next(e.place for e in self.engines if e.lane.instance == fault.replica)
+                for time, length in _pauses(self.scenario, [fault]):
+                    if time <= last:
+                        self.events.append(Event(time, fault.reason, "pause", place, length_s=length))
+
+    def _outcome(self) -> Outcome:
+        rows = self.rows
+        of_row = {id(row): i for i, row in enumerate(rows)}
+        places = np.array([of_row[id(row)] for row in self._by_request], np.int64)
+        given, last_given = np.zeros(len(places), np.int64), np.full(len(places), -inf)
+        engines = [e.outcome() for e in self.engines]
+        for outcome in engines:
+            r = outcome.runs
+            np.add.at(given, r.request, np.where(r.gives, r.last - r.first + 1, 0))
+            np.maximum.at(last_given, r.request[r.gives], outcome.steps.end_s[r.last[r.gives]])
+            r.request = places[r.request]
+        own = [row.of_engine or row.of_prefill for row in rows]
+        index = np.array([-1 if q is None else q.index for q in own], np.int64)
+        seen = index >= 0
+        ints = {name: [getattr(row, name) for row in rows] for name in _ROW_INTS}
+        floats = {f"{name}_s": [getattr(row, name) for row in rows] for name in _ROW_FLOATS}
+        floats["kv_transfer_s"] = [row.transfer for row in rows]
+        for name in ("input_s", "queued_s", "scheduled_s", "first_token_s"):
+            floats[name] = [nan if q is None else getattr(q, name) for q in own]
+        ints["cached"] = [0 if q is None else max(q.cached, 0) for q in own]
+        ints["preemptions"] = [0 if q is None else q.preemptions for q in own]
+        last = np.full(len(rows), nan)
+        last[seen] = np.where(given[index[seen]] > 0, last_given[index[seen]], nan)
+        output = np.zeros(len(rows), np.int64)
+        output[seen] = given[index[seen]]
+        arrays: dict[str, Any] = {name: np.array(values, np.int64) for name, values in ints.items()}
+        arrays |= {name: np.array(values, np.float64) for name, values in floats.items()}
+        requests = Requests(id=[row.id for row in rows], output=output, last_token_s=last, **arrays)
+        events = sorted(self.events, key=lambda event: event.time_s)
+        return Outcome(self.scenario, requests, engines, events, dict(self.worlds))
+
+
+def _pauses(scenario: Scenario, faults: list[Fault]) -> list[tuple[float, float]]:
+    """(instant, length) of each pause, in order; periodic ones as long as clients send."""
+    found = []
+    for fault in faults:
+        time = fault.from_s
+        until = min(scenario.duration_s, inf if fault.to_s is None else fault.to_s)
+        while time < until:
+            found.append((time, fault.length_s))
+            if fault.every_s is None:
+                break
+            time += fault.every_s
+    return sorted(found)

@@ -1,0 +1,160 @@
+"""Writes a simulated world: as a trace, as the emitters' files, and the truth beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tailscope.errors import UsageError
+from tailscope.schema import BY_NAME
+from tailscope.sim import truth as true_bills
+from tailscope.sim.emit.files import write_files
+from tailscope.sim.emit.kineto import profile_tables, write_profiles
+from tailscope.sim.engine import simulate
+from tailscope.sim.outcome import STATUS_NAMES, Floats, Outcome, ns
+from tailscope.sim.scenario_file import without
+from tailscope.sim.tables import request_tables
+
+#: Below so many answers of a load no p99 is told.
+MIN_ANSWERS = 20
+
+
+def write(
+    outcome: Outcome, *, trace: Path | None = None, raw: Path | None = None, truth: Path | None = None
+) -> Iterator[str]:
+    """Write what is asked for and yield a line on each. Raises UsageError for a folder that holds something already."""
+    for folder in (trace, raw, truth):
+        if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UsageError(f"{folder} is there already; a simulated world needs a folder of its own")
+    q = outcome.requests
+    counts = np.bincount(q.status, minlength=len(STATUS_NAMES))
+    told = ", ".join(f"{n:,} {name}" for n, name in zip(counts, STATUS_NAMES, strict=True) if n)
+    steps = sum(len(engine.steps) for engine in outcome.engines)
+    yield f"{outcome.scenario.name}, seed {outcome.scenario.seed}: {len(q):,} requests ({told}), {steps:,} steps"
+    if trace is not None:
+        rows = write_trace(tables(outcome, metrics=True), trace)
+        yield f"{trace}: {rows:,} rows; look at it with: tailscope diagnose {trace}"
+    if raw is not None:
+        raw.mkdir(parents=True, exist_ok=True)
+        files = [*write_files(outcome, raw), *write_profiles(outcome, raw)]
+        yield f"{raw}: {len(files)} files; read them with: tailscope ingest {raw}"
+    if truth is not None:
+        truth.mkdir(parents=True, exist_ok=True)
+        write_truth(outcome, truth)
+        yield f"{truth}: truth.json, requests.parquet and bills.parquet"
+
+
+def tables(outcome: Outcome, *, metrics: bool = False) -> dict[str, pa.Table]:
+    """All tables of the trace that ingesting the world's files would give; `metrics`: those of /metrics too."""
+    found = request_tables(outcome, metrics=metrics)
+    for name, rows in profile_tables(outcome).items():
+        found[name] = pa.concat_tables([found[name], rows]) if name in found else rows
+    return found
+
+
+def write_trace(found: Mapping[str, pa.Table], folder: Path) -> int:
+    """Write tables as a trace; the number of rows."""
+    for name, rows in found.items():
+        place = folder / name
+        place.mkdir(parents=True, exist_ok=True)
+        order = [(column, "ascending") for column in BY_NAME[name].sort]
+        pq.write_table(rows.sort_by(order), place / "simulated.parquet", compression="zstd")
+    return sum(len(rows) for rows in found.values())
+
+
+def write_truth(outcome: Outcome, folder: Path) -> None:
+    """What was injected and what it cost, every request as it was, and every request's true bill."""
+    scenario = outcome.scenario
+    document = {
+        "scenario": scenario.name,
+        "seed": scenario.seed,
+        "loads": [load.name for load in scenario.loads],
+        "faults": [asdict(fault) for fault in scenario.faults],
+        "causes": [
+            {
+                "rule": cause.rule,
+                "culprit": cause.culprit,
+                "victims": cause.victims,
+                "without": cause.without,
+                "p99_s": costs(outcome, simulate(without(scenario, cause))),
+            }
+            for cause in scenario.causes
+        ],
+        "tolerated": scenario.tolerated,
+        "events": [asdict(event) for event in outcome.events],
+    }
+    (folder / "truth.json").write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2))
+    pq.write_table(request_table(outcome), folder / "requests.parquet", compression="zstd")
+    pq.write_table(
+        true_bills.table(outcome, true_bills.bills(outcome)), folder / "bills.parquet", compression="zstd"
+    )
+
+
+def request_table(outcome: Outcome) -> pa.Table:
+    """Every request as it truly was; instants in Unix ns by the one true clock, NULL where something never was."""
+    q = outcome.requests
+    columns: dict[str, Any] = {
+        "request_id": pa.array(q.id, pa.string()),
+        "load": pa.array([outcome.scenario.loads[i].name for i in q.load], pa.string()),
+        "status": pa.array([STATUS_NAMES[i] for i in q.status], pa.string()),
+        "instance": pa.array(
+            [outcome.engines[e].instance if e >= 0 else None for e in q.engine], pa.string()
+        ),
+        "engine": pa.array([outcome.engines[e].engine if e >= 0 else None for e in q.engine], pa.int64()),
+    }
+    for name in ("prompt", "cached", "output"):
+        columns[f"{name}_tokens"] = pa.array(getattr(q, name))
+    columns["preemptions"] = pa.array(q.preemptions)
+    instants = (
+        "intended",
+        "sent",
+        "arrival",
+        "queued",
+        "scheduled",
+        "first_token",
+        "last_token",
+        "finished",
+        "left",
+    )
+    for name in instants:
+        seconds: Floats = getattr(q, f"{name}_s")
+        never = np.isnan(seconds)
+        columns[f"{name}_ns"] = pa.array(ns(np.where(never, 0.0, seconds)), mask=never)
+    return pa.table(columns)
+
+
+def costs(outcome: Outcome, other: Outcome) -> dict[str, dict[str, dict[str, float]]]:
+    """load -> metric -> p99 with the cause and without it, seconds, for loads that both worlds have."""
+    others = p99s(other)
+    return {
+        load: {
+            metric: {"with": value, "without": others[load][metric]}
+            for metric, value in metrics.items()
+            if metric in others[load]
+        }
+        for load, metrics in p99s(outcome).items()
+        if load in others
+    }
+
+
+def p99s(outcome: Outcome) -> dict[str, dict[str, float]]:
+    """load -> metric -> p99 of the requests that were answered, seconds, as their front end measured it."""
+    q, found = outcome.requests, {}
+    for index, load in enumerate(outcome.scenario.loads):
+        mine = (q.load == index) & np.isfinite(q.finished_s)
+        if mine.sum() < MIN_ANSWERS:
+            continue
+        ttft, e2e = (q.first_shown_s - q.arrival_s)[mine], (q.last_shown_s - q.arrival_s)[mine]
+        tokens = q.output[mine] - 1
+        found[load.name] = {"TTFT": float(np.quantile(ttft, 0.99)), "E2E": float(np.quantile(e2e, 0.99))}
+        if (tokens > 0).sum() >= MIN_ANSWERS:
+            tpot = ((e2e - ttft)[tokens > 0]) / tokens[tokens > 0]
+            found[load.name]["TPOT"] = float(np.quantile(tpot, 0.99))
+    return found
