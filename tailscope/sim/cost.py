@@ -22,8 +22,8 @@ class StepCost:
         self._rng = np.random.default_rng([0x57E9, *key])
         self._factors: list[tuple[float, float]] = []
 
-    def of(self, batch: Batch, factor: float = 1.0) -> tuple[float, float]:
-        """What a batch costs without its prefill, and its prefill."""
+    def of(self, batch: Batch, factor: float = 1.0) -> tuple[float, float, float]:
+        """What a batch costs without its prefill, its prefill, and by a chance that no batch explains."""
         if not self._factors:
             self._factors = self._draw()
         base = self.base(batch.decodes, batch.context)
@@ -32,8 +32,8 @@ class StepCost:
         if requests:
             prefill = self.prefill(batch.prefill_tokens + batch.recompute_tokens, requests, batch.attention)
         noise, heavy = self._factors.pop()
-        noise = factor * heavy * noise ** sqrt(self.cost.step / (base + prefill))
-        return base * noise, prefill * noise
+        noise = factor * noise ** sqrt(self.cost.step / (base + prefill))
+        return base * noise, prefill * noise, (heavy - 1.0) * (base + prefill) * noise
 
     def base(self, decodes: int, context: int) -> float:
         c = self.cost

@@ -54,6 +54,7 @@ class _Lane:
         self.inputs: list[tuple[_Engine, Request]] = []
         self.aborts: list[tuple[_Engine, Request]] = []
         self.steps = 0
+        self.parts: tuple[float, ...] = ()
         self.costs = [StepCost(scenario.cost, (seed, instance, e.number)) for e in engines]
         faults = [f for f in scenario.faults if f.replica == instance]
         self.pauses = _pauses(scenario, [f for f in faults if f.kind == "pause"])
@@ -125,7 +126,7 @@ class _Lane:
             if fault.from_s <= start < (inf if fault.to_s is None else fault.to_s):
                 factor *= fault.factor
         parts = [cost.of(batch, factor) for cost, batch in zip(self.costs, batches, strict=True)]
-        work = [base + prefill for base, prefill in parts]
+        work = [sum(part) for part in parts]
         straggler = transfer = 0.0
         if self.world is not None:
             duration, straggler, transfer = self.world.step(self.steps, start, work)
@@ -141,8 +142,15 @@ class _Lane:
             rest = length if at >= start else max(0.0, at + length - start)
             pause += rest
             end += rest
-        for engine, part in zip(self.engines, parts, strict=True):
-            engine.parts = (*part, straggler, transfer, pause)
+        # The engines of a lane wait for the slowest, so that its prefill is everyone's.
+        slowest = max(range(len(parts)), key=lambda i: work[i])
+        scale = (duration - straggler - transfer) / work[slowest]
+        base, prefill, chance = (part * scale for part in parts[slowest])
+        if len(parts) > 1:
+            idle = max(part[0] for part in parts) * scale
+            base, prefill = idle, max(base + prefill - idle, 0.0)
+            base += duration - straggler - transfer - base - prefill - chance
+        self.parts = (base, prefill, straggler, transfer, pause, chance)
         return end
 
     def _ended(self, now: float) -> None:
@@ -150,7 +158,7 @@ class _Lane:
         batches, start, end = self.executing
         for engine, batch in zip(self.engines, batches, strict=True):
             self.play.results(engine, batch, now)
-            engine.record(batch, start, end)
+            engine.record(batch, start, end, self.parts)
         self.executing = None
         self.drain(now)
         self.advance(now)
@@ -165,14 +173,10 @@ class _Engine:
         self.output_s = scenario.cost.output
         self.place = -1
         self.lane: _Lane
-        self.parts: tuple[float, ...] = ()
         self.rows: list[tuple[Any, ...]] = []
 
-    def record(self, batch: Batch, start: float, end: float) -> None:
+    def record(self, batch: Batch, start: float, end: float, parts: tuple[float, ...]) -> None:
         s = self.scheduler
-        base, prefill, straggler, transfer, pause = self.parts
-        # What a rank world's collectives and the other engines of a lane add belongs to the step itself.
-        base += end - start - base - prefill - straggler - transfer - pause
         self.rows.append(
             (
                 batch.made_s, start, end, end + self.output_s,
@@ -180,7 +184,7 @@ class _Engine:
                 batch.recompute_requests, batch.recompute_tokens, batch.context,
                 len(s.running), len(s.waiting), len(s.fetching) + len(s.arrived_remote), s.kv.usage,
                 batch.preempted, batch.preempted_told, batch.blocked,
-                base, prefill, straggler, transfer, pause, batch.empty,
+                *parts, batch.empty,
             )
         )  # fmt: skip
 
@@ -270,6 +274,8 @@ class _Play:
         self.now = 0.0
         self._heap: list[tuple[float, int, Callable[[float], None]]] = []
         self._count = 0
+        #: The call last forwarded and where to: all answers of one call stay on one server.
+        self._last_call: tuple[str, _Lane | None] = ("", None)
         self.rows: list[_Row] = []
         self.events: list[Event] = []
         self.worlds: dict[str, RankWorld] = {}
@@ -434,12 +440,16 @@ class _Play:
         self._in_flight += 1
         arrival = now + self.scenario.gateway.delay_s + self.scenario.telemetry.network_s
         row.arrival = arrival
-        if self.prefillers:
+        call, known = self._last_call
+        if known is not None and call == row.id:
+            lane = known
+        elif self.prefillers:
             lane = self._choose(self.prefillers, self._prefill_turn)
             self._prefill_turn += 1
         else:
             lane = self._choose(self.lanes, self._turn)
             self._turn += 1
+        self._last_call = (row.id, lane)
         limit = self.scenario.engine.max_num_queued_reqs
         instance = self._of_instance[lane.engines[0].instance]
         if limit is not None and sum(len(e.scheduler.waiting) for e in instance) >= limit:

@@ -16,7 +16,7 @@ from tailscope.sim.scenario import Scenario
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-#: When worlds begin, and how much more the wall clock shows than the engines' monotonic one.
+#: What the wall clock shows when a world begins, and what the engines' monotonic one does.
 START_NS = 1_795_000_000_000_000_000
 MONOTONIC_S = 3_600.0
 
@@ -40,7 +40,8 @@ class Requests:
     intended_s: when the client would have sent it with no limit of its own; sent_s: when it did; arrival_s: at the API
     server; input_s: in the engine's input, through the front end; queued_s, scheduled_s: by the scheduler (first time); first_token_s, last_token_s: end of the steps that gave
     them; first_shown_s, last_shown_s: when the front end had them; finished_s: when the front end was done (NaN where
-    it never was); left_s: when its client left, by abort or timeout. `engine` is an index of `Outcome.engines`, -1
+    it never was); left_s: when its client left by timeout, or the front end knew that it had. `output`: tokens the
+    engine gave, those for a client that had left included. `engine` is an index of `Outcome.engines`, -1
     where none saw it; with a prefill/decode pair it is the decode engine, and `prefill_engine` the other.
     """
 
@@ -80,8 +81,8 @@ class Steps:
     scheduled_s: when its batch was made; start_s, end_s: when it ran. `received_s`: when the API server had the
     result. `running`, `waiting`, `deferred`, `kv_usage`: after the step. `preempted`: requests preempted when its batch
     was made; `preempted_told`: preemptions the engine reports with it, which is late. `base_s`, `prefill_s`: what the
-    batch cost without and by its prefill, noise shared; then what the step took beyond: `straggler_s`, `transfer_s`
-    (the slow part of it), `pause_s`; they sum to end_s − start_s. `cost_base`, `cost_prefill`: without noise.
+    step cost without and by prefill, that of the other engines of its lane too; then what it took beyond:
+    `straggler_s`, `transfer_s` (the slow part of it), `pause_s`, `chance_s`; they sum to end_s − start_s.
     """
 
     scheduled_s: Floats
@@ -107,6 +108,7 @@ class Steps:
     straggler_s: Floats
     transfer_s: Floats
     pause_s: Floats
+    chance_s: Floats
     #: A step without work, run to keep data-parallel engines together.
     dummy: NDArray[np.bool_]
 
@@ -145,7 +147,7 @@ class EngineOutcome:
 
 @dataclass
 class Event:
-    """Something an emitter may tell of: kind as in the `events` table, the engine's index or None."""
+    """Something an emitter may tell of: a rejection, or a pause by its reason; `engine` is an index or None."""
 
     time_s: float
     kind: str

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tailscope.sim.outcome import (
     BLOCKED_NAMES,
     DECODE,
+    RECOMPUTE,
     EngineOutcome,
     Floats,
     Ints,
@@ -50,8 +51,8 @@ class Bills:
 class _Tiles:
     """An engine's time as tiles [end of the step before, end], with prefix sums of what they hold."""
 
-    def __init__(self, engine: EngineOutcome, load_of: Ints, loads: int) -> None:
-        s, r = engine.steps, engine.runs
+    def __init__(self, engine: EngineOutcome, lane: list[EngineOutcome], load_of: Ints, loads: int) -> None:
+        s = engine.steps
         n = len(s)
         before = np.concatenate([[-np.inf], s.end_s[:-1]])
         # What runs straight on, runs on from the end before; a step after an idle time begins when it was made.
@@ -62,14 +63,23 @@ class _Tiles:
         self.end_s = s.end_s
         self.made_s = s.scheduled_s
         host = s.start_s - self.start_s
-        prompt = (r.phase != DECODE) & (r.tokens > 0)
-        self.tokens_by = np.zeros((loads, n))
-        np.add.at(self.tokens_by, (load_of[r.request[prompt]], r.first[prompt]), r.tokens[prompt])
+        #: Prefill tokens of each step by load, and last those that are computed again after a preemption.
+        self.tokens_by = np.zeros((loads + 1, n))
+        self.requests, self.attention = np.zeros(n), np.zeros(n)
+        for r in (other.runs for other in lane):
+            prompt = (r.phase != DECODE) & (r.tokens > 0)
+            step, tokens = r.first[prompt], r.tokens[prompt]
+            kind = np.where(r.phase[prompt] == RECOMPUTE, loads, load_of[r.request[prompt]])
+            np.add.at(self.tokens_by, (kind, step), tokens)
+            np.add.at(self.requests, step, 1.0)
+            np.add.at(self.attention, step, tokens * (r.computed_before[prompt] + tokens / 2))
         self.tokens = self.tokens_by.sum(axis=0)
         rate = s.prefill_s / np.maximum(self.tokens, 1.0)
         self.base = _prefix(s.base_s + host)
-        self.prefill_by = [_prefix(rate * tokens) for tokens in self.tokens_by]
+        self.prefill_by = [_prefix(rate * tokens) for tokens in self.tokens_by[:-1]]
         self.lost = {
+            "recompute": _prefix(rate * self.tokens_by[-1]),
+            "unexplained": _prefix(s.chance_s),
             "straggler_wait": _prefix(s.straggler_s),
             "slow_transfer": _prefix(s.transfer_s),
             "pause": _prefix(s.pause_s),
@@ -135,7 +145,9 @@ class _Booked:
             outcome.requests, engine, mine, loads, lines, n,
         )  # fmt: skip
         self.cost = outcome.scenario.cost
-        self.tiles = _Tiles(engine, self.q.load, loads)
+        lockstep = outcome.scenario.engine.moe
+        lane = [e for e in outcome.engines if e is engine or (lockstep and e.instance == engine.instance)]
+        self.tiles = _Tiles(engine, lane, self.q.load, loads)
 
     def add(self, place: str, component: str, culprit: int | None, requests: Ints, seconds: Floats) -> None:
         column = self.lines.setdefault((place, component, culprit), np.zeros(self.n))
@@ -218,26 +230,25 @@ class _Booked:
         step = chunks.step
         everyone = t.tokens[step]
         all_tokens = np.ceil(everyone / c.stair) * c.stair if c.stair else everyone
-        requests = (s.prefill_requests + s.recompute_requests)[step]
-        attention = np.zeros(len(s))
-        r = self.engine.runs
-        prompt = (r.phase != DECODE) & (r.tokens > 0)
-        np.add.at(
-            attention, r.first[prompt], r.tokens[prompt] * (r.computed_before[prompt] + r.tokens[prompt] / 2)
+        modelled = (
+            c.prefill_token * all_tokens
+            + c.prefill_request * t.requests[step]
+            + c.attention * t.attention[step]
         )
-        modelled = c.prefill_token * all_tokens + c.prefill_request * requests + c.attention * attention[step]
         own = np.minimum(s.prefill_s[step], s.prefill_s[step] * alone / np.maximum(modelled, 1e-15))
         others = s.prefill_s[step] - own
         self.add("prefill", "own_prefill", None, chunks.request, own + np.diff(t.base)[step])
         left = np.maximum(everyone - chunks.tokens, 1e-9)
-        for load in range(self.loads):
-            mine = np.where(self.q.load[chunks.request] == load, chunks.tokens, 0)
-            share = np.maximum(t.tokens_by[load][step] - mine, 0.0) / left
-            self.add(
-                "prefill", "others_prefill_in_prefill", load, chunks.request, others * np.minimum(share, 1.0)
-            )
+        for kind, tokens_of in enumerate(t.tokens_by):
+            mine = np.where(self.q.load[chunks.request] == kind, chunks.tokens, 0)
+            part = others * np.minimum(np.maximum(tokens_of[step] - mine, 0.0) / left, 1.0)
+            if kind < self.loads:
+                self.add("prefill", "others_prefill_in_prefill", kind, chunks.request, part)
+            else:
+                self.add("prefill", "recompute", None, chunks.request, part)
         for name, sums in t.lost.items():
-            self.add("prefill", name, None, chunks.request, np.diff(sums)[step])
+            if name != "recompute":
+                self.add("prefill", name, None, chunks.request, np.diff(sums)[step])
 
     def _decode(self) -> None:
         """Steps it decoded in; the rest of its time between first and last token it was out: preempted, or left out."""

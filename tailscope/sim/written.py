@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tailscope.errors import UsageError
@@ -64,8 +65,8 @@ def write_trace(found: Mapping[str, pa.Table], folder: Path) -> int:
     for name, rows in found.items():
         place = folder / name
         place.mkdir(parents=True, exist_ok=True)
-        order = [(column, "ascending") for column in BY_NAME[name].sort]
-        pq.write_table(rows.sort_by(order), place / "simulated.parquet", compression="zstd")
+        order = pc.sort_indices(rows, [(column, "ascending") for column in BY_NAME[name].sort])
+        pq.write_table(rows.take(order), place / "simulated.parquet", compression="zstd")
     return sum(len(rows) for rows in found.values())
 
 

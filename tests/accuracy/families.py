@@ -1,0 +1,320 @@
+"""Labelled worlds: faults and decoys, each a function of strength and seed. The seed draws everything not named.
+
+Costs of steps come from four families, of which the diagnosis' own model knows one. A fault has a strength; a decoy has
+something that looks like a fault and is none. What a fault truly costs is measured by playing the world without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from tailscope.sim.scenario import (
+    Cause,
+    Cost,
+    Engine,
+    Fault,
+    Gateway,
+    Load,
+    Ranks,
+    Scenario,
+    Sizes,
+    Telemetry,
+)
+
+Rng = np.random.Generator
+Kind = Literal["fault", "pair", "decoy"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """`make(rng, strength)` is a world; `strengths` are those played. `why`: what it is to show, for the report."""
+
+    name: str
+    kind: Kind
+    make: Callable[[Rng, float], Scenario]
+    why: str
+    strengths: tuple[float, ...] = (1.0,)
+
+    def world(self, strength: float, seed: int) -> Scenario:
+        rng = np.random.default_rng([seed, *self.name.encode()])
+        return replace(self.make(rng, strength), name=f"{self.name} {strength:g}", seed=seed)
+
+
+# -- what all worlds have ----------------------------------------------------------------------
+
+
+def uniform(rng: Rng, low: float, high: float) -> float:
+    """Uniform in the logarithm."""
+    return float(np.exp(rng.uniform(np.log(low), np.log(high))))
+
+
+def cost(rng: Rng) -> Cost:
+    """A step's cost of a random scale, in one of four families: linear, tiles, cache effects, heavy tails."""
+    scale = uniform(rng, 0.6, 2.0)
+    base = Cost(
+        step=0.006 * scale,
+        decode_request=0.00005 * scale,
+        context_token=2e-8 * scale,
+        prefill_token=uniform(rng, 2e-5, 6e-5),
+        prefill_request=0.0002 * scale,
+        attention=uniform(rng, 3e-10, 3e-9),
+        noise=float(rng.uniform(0.03, 0.12)),
+    )
+    shape = rng.integers(4)
+    if shape == 1:
+        return replace(base, stair=int(rng.choice([128, 256])))
+    if shape == 2:
+        return replace(
+            base, cache_tokens=int(rng.integers(4_000, 20_000)), cache_factor=float(rng.uniform(2, 4))
+        )
+    if shape == 3:
+        return replace(
+            base, heavy_share=float(rng.uniform(0.002, 0.01)), heavy_alpha=float(rng.uniform(2.0, 3.0))
+        )
+    return base
+
+
+def chat(rng: Rng, rate: float | None = None, **changes: object) -> Load:
+    bursty = bool(rng.random() < 0.5)
+    load = Load(
+        "chat",
+        arrivals="bursty" if bursty else "poisson",
+        rate=rate or uniform(rng, 5, 12),
+        prompt_tokens=Sizes(uniform(rng, 120, 250), 0.4, 8, 500),
+        output_tokens=Sizes(uniform(rng, 50, 120), 0.5, 4, 600),
+    )
+    if bursty:
+        load = replace(load, burst_sigma=float(rng.uniform(0.3, 0.7)), burst_s=float(rng.uniform(4, 15)))
+    return replace(load, **changes)  # type: ignore[arg-type]
+
+
+def engine(rng: Rng, **changes: object) -> Engine:
+    budget = int(rng.choice([2048, 2048, 4096, 8192]))
+    made = Engine(
+        max_num_batched_tokens=budget,
+        max_num_seqs=int(rng.choice([128, 256])),
+        kv_blocks=20_000,
+        async_scheduling=bool(rng.random() < 0.7),
+    )
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def telemetry(rng: Rng, **changes: object) -> Telemetry:
+    """Spans and a stat logger always; a client's log most times, its clock off some times."""
+    offset = float(rng.normal(0, 2)) if rng.random() < 0.3 else 0.0
+    made = Telemetry(client=bool(rng.random() < 0.7), client_offset_s=offset)
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def world(rng: Rng, *loads: Load, **parts: object) -> Scenario:
+    settings: dict[str, object] = {
+        "engine": engine(rng),
+        "cost": cost(rng),
+        "telemetry": telemetry(rng),
+        "duration_s": 150.0,
+        **parts,
+    }
+    return Scenario(loads, **settings)  # type: ignore[arg-type]
+
+
+# -- faults ------------------------------------------------------------------------------------
+
+
+def long_prompts(rng: Rng, strength: float) -> Load:
+    return Load(
+        "documents",
+        arrivals="poisson",
+        rate=0.06 * strength,
+        prompt_tokens=Sizes(uniform(rng, 9_000, 22_000), 0.3, 4_000, 31_000),
+        output_tokens=Sizes(80, 0.4, 4, 300),
+    )
+
+
+COUPLED = Cause(
+    "hol-coupling", "class:long", ("<512",), {"loads": ["documents"]}
+)  # any class of prompts as long as those of `documents`
+
+
+def coupling(rng: Rng, strength: float) -> Scenario:
+    return world(rng, chat(rng), long_prompts(rng, strength), causes=(COUPLED,))
+
+
+ROOMY = {"engine": {"kv_blocks": 200_000}}
+
+
+def squeezed(rng: Rng, strength: float) -> Scenario:
+    """Answers whose KV cache does not fit together: at strength 1 just so."""
+    rate = uniform(rng, 4, 7)
+    output = uniform(rng, 300, 500)
+    load = chat(rng, rate, output_tokens=Sizes(output, 0.4, 50, 1200))
+    costs = cost(rng)
+    # Little's law: requests in flight, each with its prompt and half its answer.
+    step = costs.step + 12 * costs.decode_request
+    held = rate * output * step * (load.prompt_tokens.median + output / 2)
+    blocks = max(int(held / 16 * 1.9 / strength), 170)
+    made = engine(rng, kv_blocks=blocks, max_model_len=2048)
+    return world(
+        rng, load, engine=made, cost=costs, causes=(Cause("preemption-storm", None, ("<512",), ROOMY),)
+    )
+
+
+def ranked(rng: Rng) -> dict[str, object]:
+    """An engine of two to four ranks, on hosts whose clocks differ, profiled for a while."""
+    moe = bool(rng.random() < 0.5)
+    ranks = int(rng.choice([2, 4]))
+    hosts = int(rng.choice([1, 2]))
+    offsets = np.repeat(rng.normal(0, 0.005, hosts), ranks // hosts)
+    drifts = np.repeat(rng.normal(0, 20, hosts), ranks // hosts)
+    settings = Ranks(
+        tensor_parallel=1 if moe else ranks,
+        layers=4,
+        hosts=hosts,
+        offset_s=tuple(float(o) for o in offsets) if hosts > 1 else (),
+        drift_ppm=tuple(float(d) for d in drifts) if hosts > 1 else (),
+        metadata=bool(rng.random() < 0.5),
+        spread=float(rng.uniform(0.01, 0.05)),
+    )
+    made = engine(rng, data_parallel=ranks if moe else 1, moe=moe)
+    return {
+        "ranks": settings,
+        "engine": made,
+        "telemetry": telemetry(rng, profile=((20.0, 4.0),)),
+        "duration_s": 60.0,
+    }
+
+
+def straggling(rng: Rng, strength: float) -> Scenario:
+    parts = ranked(rng)
+    made, settings = parts["engine"], parts["ranks"]
+    assert isinstance(made, Engine) and isinstance(settings, Ranks)
+    count = made.data_parallel * settings.tensor_parallel
+    fault = Fault("slow-rank", "slow", rank=int(rng.integers(count)), factor=1 + strength)
+    cause = Cause("straggler-rank", f"rank:{fault.rank}", (), {"faults": ["slow"]})
+    return world(rng, chat(rng), faults=(fault,), causes=(cause,), **parts)
+
+
+# -- pairs -------------------------------------------------------------------------------------
+
+
+def coupling_and_squeeze(rng: Rng, strength: float) -> Scenario:
+    one = squeezed(rng, strength)
+    load = replace(long_prompts(rng, strength), prompt_tokens=Sizes(7_000, 0.2, 4_000, 12_000))
+    made = replace(one.engine, max_model_len=16_384, kv_blocks=one.engine.kv_blocks + 900)
+    return replace(one, loads=(*one.loads, load), engine=made, causes=(COUPLED, *one.causes))
+
+
+def coupling_and_straggler(rng: Rng, strength: float) -> Scenario:
+    one = straggling(rng, strength)
+    return replace(one, loads=(*one.loads, long_prompts(rng, 2 * strength)), causes=(COUPLED, *one.causes))
+
+
+# -- decoys ------------------------------------------------------------------------------------
+
+
+def healthy(rng: Rng, _: float) -> Scenario:
+    return world(rng, chat(rng))
+
+
+def common_load(rng: Rng, _: float) -> Scenario:
+    """Long prompts that are almost all in the prefix cache, in the same bursts as the short ones."""
+    together = {
+        "arrivals": "bursty",
+        "burst_sigma": 0.7,
+        "burst_s": float(rng.uniform(4, 15)),
+        "common_load": "day",
+    }
+    cached = Load(
+        "agents",
+        rate=uniform(rng, 0.3, 1.0),
+        prompt_tokens=Sizes(6_060, 0.0),
+        output_tokens=Sizes(80, 0.4, 4, 300),
+        prefix_tokens=6_000,
+        prefixes=2,
+        **together,  # type: ignore[arg-type]
+    )
+    return world(rng, chat(rng, **together), cached)
+
+
+def healthy_preemptions(rng: Rng, _: float) -> Scenario:
+    """A cache that is full once or twice for a moment; a preemption or two that nobody feels."""
+    one = squeezed(rng, 0.62)
+    return replace(one, causes=())
+
+
+def long_outputs(rng: Rng, _: float) -> Scenario:
+    writer = Load(
+        "writers",
+        rate=0.3,
+        tenant="writers",
+        prompt_tokens=Sizes(200, 0.3, 8, 500),
+        output_tokens=Sizes(1_500, 0.3, 600, 2_000),
+    )
+    return world(rng, chat(rng, tenant="chat"), writer)
+
+
+def at_the_gateway(rng: Rng, _: float) -> Scenario:
+    load = chat(rng, uniform(rng, 15, 25))
+    gateway = Gateway(max_in_flight=int(rng.integers(10, 20)), max_queue=int(rng.integers(10, 60)))
+    return world(rng, load, gateway=gateway, telemetry=telemetry(rng, client=True))
+
+
+def stall_in_closed_loop(rng: Rng, _: float) -> Scenario:
+    load = chat(rng, arrivals="closed", users=int(rng.integers(8, 24)), think_s=float(rng.uniform(0.2, 1.0)))
+    pause = Fault("pause", "stall", from_s=60.0, length_s=float(rng.uniform(2, 6)), reason="unknown")
+    return world(rng, load, faults=(pause,))
+
+
+def clocks_apart(rng: Rng, _: float) -> Scenario:
+    parts = ranked(rng)
+    settings = parts["ranks"]
+    made = parts["engine"]
+    assert isinstance(settings, Ranks) and isinstance(made, Engine)
+    count = made.data_parallel * settings.tensor_parallel
+    apart = replace(
+        settings,
+        hosts=count,
+        offset_s=tuple(float(o) for o in rng.normal(0, 0.02, count)),
+        drift_ppm=tuple(float(d) for d in rng.normal(0, 30, count)),
+    )
+    return world(rng, chat(rng), **{**parts, "ranks": apart})
+
+
+def simply_long(rng: Rng, _: float) -> Scenario:
+    """A class of long prompts and long answers, slow itself, whose small chunks hold up nobody."""
+    load = Load(
+        "reports",
+        rate=0.15,
+        prompt_tokens=Sizes(3_000, 0.2, 2_100, 5_000),
+        output_tokens=Sizes(900, 0.2, 300, 1_500),
+    )
+    one = world(rng, chat(rng), load)
+    # A step takes little longer for a chunk: prefill is cheap on this machine.
+    cheap = replace(one.cost, prefill_token=1e-6, attention=1e-11, prefill_request=0.0001)
+    return replace(one, cost=cheap)
+
+
+def too_few(rng: Rng, _: float) -> Scenario:
+    load = chat(rng, 0.5, arrivals="poisson", requests=int(rng.integers(6, 19)))
+    return world(rng, load, replace(long_prompts(rng, 1.0), requests=2), duration_s=40.0)
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family("coupling", "fault", coupling, "short requests beside prefills of long ones", (0.5, 1, 2, 4)),
+    Family("kv-squeeze", "fault", squeezed, "a KV cache too small for what runs", (0.9, 1.1, 1.4, 1.8)),
+    Family("straggler", "fault", straggling, "one rank slower, clocks of hosts apart", (0.3, 0.6, 1, 2)),
+    Family("coupling + kv-squeeze", "pair", coupling_and_squeeze, "both at once", (1, 1.5)),
+    Family("coupling + straggler", "pair", coupling_and_straggler, "both at once", (1, 2)),
+    Family("healthy", "decoy", healthy, "nothing wrong"),
+    Family("common load", "decoy", common_load, "bursts of short and of long, cached prompts together"),
+    Family("healthy preemptions", "decoy", healthy_preemptions, "a preemption or two that cost little"),
+    Family("long outputs", "decoy", long_outputs, "one tenant with answers ten times as long"),
+    Family("gateway", "decoy", at_the_gateway, "waiting and rejections moved to a gateway"),
+    Family("closed loop", "decoy", stall_in_closed_loop, "a stall that a closed loop hides"),
+    Family("clocks apart", "decoy", clocks_apart, "every rank's clock off, no rank slow"),
+    Family("simply long", "decoy", simply_long, "a class that is slow itself and harms nobody"),
+    Family("too few", "decoy", too_few, "a dozen requests"),
+)

@@ -1,0 +1,253 @@
+"""Plays one world: simulates it with and without each cause, diagnoses it, and holds the two against each other."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from families import FAMILIES, Family
+from numpy.typing import NDArray
+
+from tailscope.config import Config
+from tailscope.engine import diagnose
+from tailscope.ingest import ingest
+from tailscope.model import Diagnosis
+from tailscope.sim.engine import simulate
+from tailscope.sim.outcome import Outcome
+from tailscope.sim.scenario import Cause, Scenario
+from tailscope.sim.scenario_file import without
+from tailscope.sim.truth import Bills, bills
+from tailscope.sim.written import costs, tables, write_files, write_profiles, write_trace
+from tailscope.source import Options
+from tailscope.store import Trace
+
+#: Components that are told apart; what the ledger calls otherwise is the last.
+GROUPS = {
+    "others' prefill": (
+        "others_prefill_before",
+        "others_prefill_in_prefill",
+        "others_prefill_in_decode",
+        "queue_budget",
+    ),
+    "KV cache": ("queue_kv", "preempted", "recompute"),
+    "slots": ("queue_slots",),
+    "ranks": ("straggler_wait", "slow_transfer"),
+    "pause or unexplained": ("pause", "unexplained"),
+    "own work": ("own_prefill", "decode", "step_wait", "starved", "prefill_phase", "decode_phase"),
+    "front end": ("frontend", "queue"),
+}
+GROUP_OF = {component: group for group, components in GROUPS.items() for component in components}
+#: An excess below this share of the median is no tail whose parts anybody would ask for.
+NOTABLE = 0.25
+
+
+@dataclass
+class Played:
+    """One world's result. `cost`: the largest share by which a cause raises a class's p99, by rule."""
+
+    family: str
+    kind: str
+    strength: float
+    seed: int
+    via: str
+    labels: dict[str, str | None] = field(default_factory=dict)
+    cost: dict[str, float] = field(default_factory=dict)
+    verdict: str = ""
+    findings: list[dict[str, Any]] = field(default_factory=list)
+    checks: dict[str, str] = field(default_factory=dict)
+    bill_errors: list[dict[str, Any]] = field(default_factory=list)
+    blame: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def play(family_name: str, strength: float, seed: int, via: str) -> dict[str, Any]:
+    """Play a world, `via` tables or files, as a dictionary of Played."""
+    began = time.perf_counter()
+    family = next(f for f in FAMILIES if f.name == family_name)
+    scenario = family.world(strength, seed)
+    result = _played(family, scenario, strength, via)
+    result.seconds = time.perf_counter() - began
+    return asdict(result)
+
+
+def _played(family: Family, scenario: Scenario, strength: float, via: str) -> Played:
+    result = Played(family.name, family.kind, strength, scenario.seed, via)
+    outcome = simulate(scenario)
+    others = {cause.rule: simulate(without(scenario, cause)) for cause in scenario.causes}
+    for cause in scenario.causes:
+        result.labels[cause.rule] = _culprit(cause, outcome)
+        result.cost[cause.rule] = _cost(outcome, others[cause.rule])
+    folder = Path(tempfile.mkdtemp(prefix="tailscope-accuracy-"))
+    try:
+        with Trace(str(_trace(outcome, folder, via)), threads=1) as trace:
+            diagnosis = diagnose(trace, Config())
+            _note(result, diagnosis)
+            members = _members(trace, outcome)
+            result.bill_errors = _bill_errors(trace, diagnosis, members, bills(outcome))
+            for cause in scenario.causes:
+                result.blame += _blame(diagnosis, members, outcome, others[cause.rule], cause)
+    finally:
+        shutil.rmtree(folder)
+    return result
+
+
+def _trace(outcome: Outcome, folder: Path, via: str) -> Path:
+    place = folder / "trace.parquet"
+    if via == "tables":
+        write_trace(tables(outcome), place)
+        return place
+    raw = folder / "raw"
+    raw.mkdir()
+    write_files(outcome, raw)
+    write_profiles(outcome, raw)
+    ingest([raw], place, config=Config(), options=Options())
+    return place
+
+
+def _culprit(cause: Cause, outcome: Outcome) -> str | None:
+    """A label's culprit; "class:long" stands for every class of prompts that the left-out loads have."""
+    if cause.culprit != "class:long":
+        return cause.culprit
+    names = cause.without["loads"]
+    loads = [i for i, load in enumerate(outcome.scenario.loads) if load.name in names]
+    prompts = outcome.requests.prompt[np.isin(outcome.requests.load, loads)]
+    edges, classes = np.array([512, 2_048, 8_192, 32_768]), np.array(["<512", "<2k", "<8k", "<32k", "≥32k"])
+    return "class:" + "|".join(dict.fromkeys(classes[np.searchsorted(edges, np.sort(prompts), side="right")]))
+
+
+def _cost(outcome: Outcome, other: Outcome) -> float:
+    shares = [
+        p99["with"] / p99["without"] - 1
+        for metrics in costs(outcome, other).values()
+        for p99 in metrics.values()
+        if p99["without"] > 0
+    ]
+    return max(shares, default=0.0)
+
+
+def _note(result: Played, diagnosis: Diagnosis) -> None:
+    result.verdict = diagnosis.verdict.status
+    result.checks = {check.rule: check.status for check in diagnosis.checks}
+    result.findings = [
+        {
+            "rule": f.rule,
+            "status": f.status,
+            "severity": f.severity,
+            "culprit": f"{f.culprit.kind}:{f.culprit.id}",
+            "share": f.share_of_tail,
+        }
+        for f in diagnosis.findings
+    ]
+
+
+# -- bills -------------------------------------------------------------------------------------
+
+#: (class, metric) -> requests of the outcome, their weights before the first token and in decode.
+Members = dict[tuple[str, str], tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]]
+
+
+def _members(trace: Trace, outcome: Outcome) -> Members:
+    """Whom the diagnosis compares in each class and metric, as requests of the outcome."""
+    rows = trace.connection.execute(
+        "SELECT m.klass, m.metric, j.request_id, m.before_weight, m.decode_weight FROM members m JOIN joined j ON j.rid = m.id "
+        "WHERE m.metric <> 'ITL' ORDER BY ALL"
+    ).fetchall()
+    place = {_own(name): i for i, name in enumerate(outcome.requests.id)}
+    found: dict[tuple[str, str], list[tuple[int, float, float]]] = {}
+    for klass, metric, request_id, before, decode in rows:
+        found.setdefault((klass, metric), []).append((place[_own(request_id)], before, decode))
+    return {
+        key: (
+            np.array([i for i, _, _ in members], np.int64),
+            np.array([b for _, b, _ in members]),
+            np.array([d for _, _, d in members]),
+        )
+        for key, members in found.items()
+    }
+
+
+def _own(request_id: str) -> str:
+    """The id as its client chose it: load and number."""
+    load, number = request_id.removeprefix("cmpl-").removesuffix("-0").rsplit("-", 1)
+    return f"{load}-{number}"
+
+
+def _bill_errors(trace: Trace, diagnosis: Diagnosis, members: Members, true: Bills) -> list[dict[str, Any]]:
+    """For each notable excess and group of components: what the ledger says and what is true, as shares of it."""
+    errors = []
+    for row in diagnosis.classes:
+        if (
+            not row.excess_s
+            or row.excess_s < NOTABLE * (row.p50_s or np.inf)
+            or (row.klass, row.metric) not in members
+        ):
+            continue
+        requests, before, decode = members[row.klass, row.metric]
+        said = dict.fromkeys(GROUPS, 0.0)
+        for component, seconds in row.excess.items():
+            said[GROUP_OF[component]] += seconds
+        truth = dict.fromkeys(GROUPS, 0.0)
+        for (place, component, _), seconds in true.lines.items():
+            weights = decode if place == "decode" else before
+            truth[GROUP_OF[component]] += float(weights @ seconds[requests])
+        errors.append(
+            {
+                "klass": row.klass,
+                "metric": row.metric,
+                "excess_s": row.excess_s,
+                "said": {group: said[group] / row.excess_s for group in GROUPS},
+                "true": {group: truth[group] / row.excess_s for group in GROUPS},
+            }
+        )
+    return errors
+
+
+def _blame(
+    diagnosis: Diagnosis, members: Members, outcome: Outcome, other: Outcome, cause: Cause
+) -> list[dict[str, Any]]:
+    """What a finding says its culprit costs, against what the same requests take in the world without the cause."""
+    there = {name: i for i, name in enumerate(other.requests.id)}
+    found = []
+    for finding in diagnosis.findings:
+        if finding.rule != cause.rule or finding.status != "found":
+            continue
+        for key, seconds in finding.explains.items():
+            klass, _, metric = key.partition("\t")
+            row = next(r for r in diagnosis.classes if (r.klass, r.metric) == (klass, metric))
+            if (klass, metric) not in members or not row.excess_s:
+                continue
+            requests, before, decode = members[klass, metric]
+            both = [
+                (k, there[outcome.requests.id[i]])
+                for k, i in enumerate(requests)
+                if outcome.requests.id[i] in there
+            ]
+            if len(both) < len(requests):
+                continue  # some would not have been there
+            here, other_place = requests, np.array([j for _, j in both])
+            ttft, rest = _phases(outcome)
+            ttft_without, rest_without = _phases(other)
+            true = float(
+                before @ (ttft[here] - ttft_without[other_place])
+                + decode @ (rest[here] - rest_without[other_place])
+            )
+            found.append(
+                {
+                    "rule": finding.rule,
+                    "klass": klass,
+                    "metric": metric,
+                    "said": seconds / row.excess_s,
+                    "true": true / row.excess_s,
+                }
+            )
+    return found
+
+
+def _phases(outcome: Outcome) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    q = outcome.requests
+    return q.first_shown_s - q.arrival_s, q.last_shown_s - q.first_shown_s
