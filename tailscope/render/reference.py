@@ -6,18 +6,34 @@ page is out of date.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 from tailscope import registry
 from tailscope.ledger.lines import COMPONENTS
 from tailscope.model import Collector, Rule
 from tailscope.scan import SQL_TYPES
 from tailscope.schema import TABLES, Table
+from tailscope.sim import scenario
 
 COMMAND = "python -m tailscope.render.reference"
 FOLDER = Path("docs")
+#: Sections of the page on scenarios: how a table is written in TOML, and what reads it.
+SCENARIO_TABLES = {
+    "`[[load]]`": scenario.Load,
+    "Sizes: a number, or a table": scenario.Sizes,
+    "`[engine]`": scenario.Engine,
+    "`[cost]`": scenario.Cost,
+    "`[ranks]`": scenario.Ranks,
+    "`[gateway]`": scenario.Gateway,
+    "`[[fault]]`": scenario.Fault,
+    "`[telemetry]`": scenario.Telemetry,
+    "`[[cause]]`": scenario.Cause,
+}
 
 
 def pages() -> dict[str, str]:
@@ -28,6 +44,7 @@ def pages() -> dict[str, str]:
         "rules.md": rules_page([rule for rule, _ in registry.rules()]),
         "collectors.md": collectors_page(collectors),
         "components.md": components_page(COMPONENTS),
+        "scenarios.md": scenarios_page(),
     }
 
 
@@ -69,6 +86,40 @@ def rules_page(rules: Sequence[Rule]) -> str:
         _grid(("rule", "what it looks for"), [(f"[{r.name}](#{r.name})", r.summary) for r in rules]),
     ]
     return "\n".join([*parts, *(_rule_section(rule) for rule in rules)])
+
+
+def scenarios_page() -> str:
+    """Every table and key of a scenario, from the dataclasses that read it."""
+    parts = [
+        _head("Scenarios", "tailscope/sim/scenario.py"),
+        "`tailscope sim` plays a world of clients, engines and ranks whose every nanosecond is known, and writes it as a trace "
+        "(`-o`), as the files that real emitters would leave (`--raw`), and the truth beside them (`--truth`): what was "
+        "injected, what it costs each class against the same world without it, and the true bill of every request.\n",
+        "```sh\ntailscope sim examples/scenarios/long-prefills.toml -o trace.parquet --truth truth\n"
+        "tailscope diagnose trace.parquet\n```\n",
+        "A scenario is one TOML file. Times are seconds, sizes tokens; everything but a load has a default. The same file and "
+        "seed give the same world. Leaving out a load or a fault changes nothing of the others' requests.\n",
+        "Not simulated: speculative decoding, LoRA, multimodal input, pipeline parallelism, KV offload to a second tier, and "
+        "the slowing down that a profiler itself causes. A client's whole answer is its plan: there is no early stop.\n",
+    ]
+    top = [f for f in fields(scenario.Scenario) if f.name in ("name", "seed", "duration_s", "model", "tolerated")]
+    parts.append("## Top level\n\n" + _keys(scenario.Scenario, top))
+    for title, table in SCENARIO_TABLES.items():
+        text = inspect.cleandoc(table.__doc__ or "")
+        parts.append(f"## {title}\n\n{text}\n\n" + _keys(table, fields(table)))
+    return "\n".join(parts)
+
+
+def _keys(table: type, listed: Iterable[Field[Any]]) -> str:
+    hints = get_type_hints(table)
+    rows = []
+    for key in listed:
+        type_ = str(hints[key.name]) if get_args(hints[key.name]) else hints[key.name].__name__
+        for long, short in (("typing.", ""), ("tailscope.sim.scenario.", ""), (", ...]", ", …]")):
+            type_ = type_.replace(long, short)
+        default = "" if key.default is MISSING else repr(key.default)
+        rows.append((f"`{key.name}`", f"`{type_}`", f"`{default}`" if default else "none"))
+    return _grid(("key", "type", "default"), rows)
 
 
 def _rule_section(rule: Rule) -> str:

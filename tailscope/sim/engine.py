@@ -189,11 +189,14 @@ class _Engine:
         )  # fmt: skip
 
     @property
+    def queued(self) -> int:
+        """Requests that wait, or will once the running step is over."""
+        return len(self.scheduler.waiting) + sum(engine is self for engine, _ in self.lane.inputs)
+
+    @property
     def load(self) -> int:
         """As vLLM's data-parallel load balancer counts it."""
-        s = self.scheduler
-        waiting = len(s.waiting) + sum(engine is self for engine, _ in self.lane.inputs)
-        return 4 * waiting + len(s.running)
+        return 4 * self.queued + len(self.scheduler.running)
 
     def outcome(self) -> EngineOutcome:
         types = Steps.__annotations__
@@ -339,6 +342,9 @@ class _Play:
             if now > limit:
                 break
             what(now)
+        for engine in self.engines:
+            kv = engine.scheduler.kv
+            assert kv.free == kv.total and not engine.scheduler.busy, "a block or a request was lost"
         self._tell_pauses()
         return self._outcome()
 
@@ -452,7 +458,7 @@ class _Play:
         self._last_call = (row.id, lane)
         limit = self.scenario.engine.max_num_queued_reqs
         instance = self._of_instance[lane.engines[0].instance]
-        if limit is not None and sum(len(e.scheduler.waiting) for e in instance) >= limit:
+        if limit is not None and sum(e.queued for e in instance) >= limit:
             self.events.append(Event(arrival, "rejection", "max_num_queued_reqs", instance[0].place))
             self._done(row, now, REJECTED)
             return

@@ -327,6 +327,8 @@ class Scheduler:
         self.end_runs(victim)
         self._free(victim, keep=True)
         victim.computed = 0
+        # What came from a prefill instance came once; now it computes its own.
+        victim.remote, victim.transfer_s = False, None
         victim.preemptions += 1
         batch.preempted += 1
         batch.victims.append(victim)

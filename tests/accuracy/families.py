@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from tailscope.sim.engine import simulate
 from tailscope.sim.scenario import (
     Cause,
     Cost,
@@ -125,11 +126,12 @@ def world(rng: Rng, *loads: Load, **parts: object) -> Scenario:
 
 
 def long_prompts(rng: Rng, strength: float) -> Load:
+    """Documents of some ten thousand tokens, a few a minute; below strength 1 shorter, above it more of them."""
     return Load(
         "documents",
         arrivals="poisson",
-        rate=0.06 * strength,
-        prompt_tokens=Sizes(uniform(rng, 9_000, 22_000), 0.3, 4_000, 31_000),
+        rate=0.06 * max(strength, 1.0),
+        prompt_tokens=Sizes(uniform(rng, 9_000, 22_000) * min(strength, 1.0), 0.3, 1_600, 31_000),
         output_tokens=Sizes(80, 0.4, 4, 300),
     )
 
@@ -143,22 +145,29 @@ def coupling(rng: Rng, strength: float) -> Scenario:
     return world(rng, chat(rng), long_prompts(rng, strength), causes=(COUPLED,))
 
 
+#: Blocks that no world here fills.
 ROOMY = {"engine": {"kv_blocks": 200_000}}
 
 
+def short_of_cache(one: Scenario, share: float) -> Scenario:
+    """The world with so small a KV cache that for `share` of the time more would be held than fits."""
+    roomy = replace(one, engine=replace(one.engine, **ROOMY["engine"]))
+    [played] = simulate(roomy).engines
+    steps = played.steps
+    held = steps.kv_usage * (roomy.engine.kv_blocks - 1)
+    order = np.argsort(held)
+    over = 1 - np.cumsum((steps.end_s - steps.start_s)[order]) / (steps.end_s - steps.start_s).sum()
+    blocks = int(held[order][np.searchsorted(-over, -share)]) + 1
+    least = one.engine.max_model_len // one.engine.block_size + 1
+    return replace(one, engine=replace(one.engine, kv_blocks=max(blocks, least)))
+
+
 def squeezed(rng: Rng, strength: float) -> Scenario:
-    """Answers whose KV cache does not fit together: at strength 1 just so."""
-    rate = uniform(rng, 4, 7)
-    output = uniform(rng, 300, 500)
-    load = chat(rng, rate, output_tokens=Sizes(output, 0.4, 50, 1200))
-    costs = cost(rng)
-    # Little's law: requests in flight, each with its prompt and half its answer.
-    step = costs.step + 12 * costs.decode_request
-    held = rate * output * step * (load.prompt_tokens.median + output / 2)
-    blocks = max(int(held / 16 * 1.9 / strength), 170)
-    made = engine(rng, kv_blocks=blocks, max_model_len=2048)
-    return world(
-        rng, load, engine=made, cost=costs, causes=(Cause("preemption-storm", None, ("<512",), ROOMY),)
+    """Answers whose KV cache does not fit together, for a hundredth of the time at strength 1."""
+    load = chat(rng, uniform(rng, 4, 9), output_tokens=Sizes(uniform(rng, 250, 450), 0.4, 50, 900))
+    one = world(rng, load, engine=engine(rng, max_model_len=1_408))
+    return replace(
+        short_of_cache(one, 0.01 * strength), causes=(Cause("preemption-storm", None, ("<512",), ROOMY),)
     )
 
 
@@ -201,10 +210,12 @@ def straggling(rng: Rng, strength: float) -> Scenario:
 
 
 def coupling_and_squeeze(rng: Rng, strength: float) -> Scenario:
-    one = squeezed(rng, strength)
-    load = replace(long_prompts(rng, strength), prompt_tokens=Sizes(7_000, 0.2, 4_000, 12_000))
-    made = replace(one.engine, max_model_len=16_384, kv_blocks=one.engine.kv_blocks + 900)
-    return replace(one, loads=(*one.loads, load), engine=made, causes=(COUPLED, *one.causes))
+    """Documents hold up the rest, and at other times the cache is too small for what the rest holds."""
+    load = chat(rng, uniform(rng, 4, 9), output_tokens=Sizes(uniform(rng, 250, 450), 0.4, 50, 900))
+    documents = replace(long_prompts(rng, 1.0), prompt_tokens=Sizes(6_000, 0.2, 4_000, 7_900))
+    one = world(rng, load, documents, engine=engine(rng, max_model_len=8_200))
+    storm = Cause("preemption-storm", None, ("<512",), ROOMY)
+    return replace(short_of_cache(one, 0.02 * strength), causes=(COUPLED, storm))
 
 
 def coupling_and_straggler(rng: Rng, strength: float) -> Scenario:
@@ -240,9 +251,8 @@ def common_load(rng: Rng, _: float) -> Scenario:
 
 
 def healthy_preemptions(rng: Rng, _: float) -> Scenario:
-    """A cache that is full once or twice for a moment; a preemption or two that nobody feels."""
-    one = squeezed(rng, 0.62)
-    return replace(one, causes=())
+    """A cache that is full for a moment; a preemption or two that nobody feels."""
+    return replace(squeezed(rng, 0.02), causes=())
 
 
 def long_outputs(rng: Rng, _: float) -> Scenario:
@@ -303,9 +313,9 @@ def too_few(rng: Rng, _: float) -> Scenario:
 
 
 FAMILIES: tuple[Family, ...] = (
-    Family("coupling", "fault", coupling, "short requests beside prefills of long ones", (0.5, 1, 2, 4)),
-    Family("kv-squeeze", "fault", squeezed, "a KV cache too small for what runs", (0.9, 1.1, 1.4, 1.8)),
-    Family("straggler", "fault", straggling, "one rank slower, clocks of hosts apart", (0.3, 0.6, 1, 2)),
+    Family("coupling", "fault", coupling, "short requests beside prefills of long ones", (0.2, 0.5, 1, 3)),
+    Family("kv-squeeze", "fault", squeezed, "a KV cache too small for what runs", (1, 3, 6, 15)),
+    Family("straggler", "fault", straggling, "one rank slower, clocks of hosts apart", (0.1, 0.25, 0.6, 1.5)),
     Family("coupling + kv-squeeze", "pair", coupling_and_squeeze, "both at once", (1, 1.5)),
     Family("coupling + straggler", "pair", coupling_and_straggler, "both at once", (1, 2)),
     Family("healthy", "decoy", healthy, "nothing wrong"),

@@ -212,39 +212,33 @@ def _blame(
 ) -> list[dict[str, Any]]:
     """What a finding says its culprit costs, against what the same requests take in the world without the cause."""
     there = {name: i for i, name in enumerate(other.requests.id)}
-    found = []
+    said: dict[tuple[str, str], float] = {}
     for finding in diagnosis.findings:
-        if finding.rule != cause.rule or finding.status != "found":
+        if finding.rule == cause.rule and finding.status == "found":
+            for key, seconds in finding.explains.items():
+                klass, _, metric = key.partition("\t")
+                said[klass, metric] = said.get((klass, metric), 0.0) + seconds
+    ttft, rest = _phases(outcome)
+    ttft_without, rest_without = _phases(other)
+    found = []
+    for (klass, metric), seconds in said.items():
+        row = next(r for r in diagnosis.classes if (r.klass, r.metric) == (klass, metric))
+        if (klass, metric) not in members or not row.excess_s or row.excess_s < NOTABLE * (row.p50_s or np.inf):
             continue
-        for key, seconds in finding.explains.items():
-            klass, _, metric = key.partition("\t")
-            row = next(r for r in diagnosis.classes if (r.klass, r.metric) == (klass, metric))
-            if (klass, metric) not in members or not row.excess_s:
-                continue
-            requests, before, decode = members[klass, metric]
-            both = [
-                (k, there[outcome.requests.id[i]])
-                for k, i in enumerate(requests)
-                if outcome.requests.id[i] in there
-            ]
-            if len(both) < len(requests):
-                continue  # some would not have been there
-            here, other_place = requests, np.array([j for _, j in both])
-            ttft, rest = _phases(outcome)
-            ttft_without, rest_without = _phases(other)
-            true = float(
-                before @ (ttft[here] - ttft_without[other_place])
-                + decode @ (rest[here] - rest_without[other_place])
-            )
-            found.append(
-                {
-                    "rule": finding.rule,
-                    "klass": klass,
-                    "metric": metric,
-                    "said": seconds / row.excess_s,
-                    "true": true / row.excess_s,
-                }
-            )
+        here, before, decode = members[klass, metric]
+        place = np.array([there.get(outcome.requests.id[i], -1) for i in here])
+        if (place < 0).any():
+            continue  # some would not have been there
+        true = before @ (ttft[here] - ttft_without[place]) + decode @ (rest[here] - rest_without[place])
+        found.append(
+            {
+                "rule": cause.rule,
+                "klass": klass,
+                "metric": metric,
+                "said": seconds / row.excess_s,
+                "true": float(true) / row.excess_s,
+            }
+        )
     return found
 
 

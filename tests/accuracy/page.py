@@ -1,0 +1,108 @@
+"""`docs/accuracy.md` from the stored result of the accuracy worlds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from families import FAMILIES
+
+WHY = {family.name: family.why for family in FAMILIES}
+
+HEAD = """# How often the diagnosis is right
+
+Made by `make accuracy` from `docs/accuracy.json`; do not edit. Every world is simulated ([scenarios](scenarios.md)), so that
+what is wrong in it, and what it costs, is known: a cause's **cost** is the largest rise of a class's p99 against the same
+world, same seed, without it. Worlds are drawn at random: loads, cost of steps (linear, tiles, cache effects, heavy tails),
+engine settings, clocks, and what telemetry there is. Thresholds were tuned on odd seeds; this page reports even ones.
+"""
+
+
+def render(result: Mapping[str, Any]) -> str:
+    parts = [HEAD, _summary(result)]
+    parts += ["## The bars\n", _bars(result), _nulls(result)]
+    parts += ["## By kind of world\n", FAMILIES_TEXT, _families(result), _confusion(result)]
+    parts += ["## Bills\n", BILLS_TEXT, _errors(result["bills"], "component"), BLAME_TEXT]
+    parts += [_errors(result["blame"], "rule"), _not_right(result)]
+    return "\n".join(parts)
+
+
+FAMILIES_TEXT = (
+    "*felt*: worlds with a cause that costs 20 % or more. *top-1*: the first finding names it, with its culprit; *top-3*: the "
+    "second or third does. *abstained*: nothing was found and the verdict says so, or only another, smaller cause was. "
+    "*false*: worlds with a finding that names no cause of theirs.\n"
+)
+BILLS_TEXT = (
+    "The parts of a class's excess, tail against typical requests, by the ledger and by the simulator, which knows who was in "
+    "which step and what each part of it cost. Errors are points of the excess (0.1 = 10 points).\n"
+)
+BLAME_TEXT = (
+    "What a finding says that its culprit costs, against what the very same requests take in the world without it. The ledger "
+    "books to a culprit what its work did to the steps of others; what follows from it (a larger batch afterwards) it books as "
+    "the batch's normal cost, so it says less than the truth.\n"
+)
+
+
+def _summary(result: Mapping[str, Any]) -> str:
+    return (
+        f"{result['worlds']:,} worlds were diagnosed, {result['by_files']} of them through the emitters' files and `ingest`, the "
+        f"others as tables, in {result['seconds'] / 60:.0f} minutes ({result['form']} form).\n"
+    )
+
+
+def _bars(result: Mapping[str, Any]) -> str:
+    rows = []
+    for bar in result["bars"]:
+        if "limit" not in bar:
+            rows.append((bar["bar"], f"{bar['n']:,}", f"{bar['value']:.1%}", "", "", ""))
+            continue
+        holds = "holds" if bar["holds"] else "not shown"
+        rows.append((bar["bar"], f"{bar['n']:,}", f"{bar['value']:.1%}", f"{bar['bound']:.1%}", bar["limit"], holds))
+    return _grid(("", "n", "share", "95 % bound", "bar", ""), rows)
+
+
+def _nulls(result: Mapping[str, Any]) -> str:
+    rows = [
+        (n["name"], f"{n['n']:,}", f"{n['share']:.1%}", f"{n['low']:.1%}–{n['high']:.1%}", n["bar"], "holds" if n["holds"] else "not shown")
+        for n in result["nulls"]
+    ]
+    text = "Tests and intervals where nothing is wrong (nominal: tests fire in 5 %, intervals hold the truth in 95 %):\n"
+    return text + "\n" + _grid(("", "n", "share", "95 % interval", "bar", ""), rows)
+
+
+def _families(result: Mapping[str, Any]) -> str:
+    names = ("n", "felt", "top-1", "top-3", "later", "wrong", "abstained", "missed", "false_alarms")
+    rows = [
+        (f"{f['family']}: {WHY.get(f['family'], '')}", *(f"{f[name]:,}" for name in names)) for f in result["families"]
+    ]
+    heads = ("world", "n", "felt", "top-1", "top-3", "later", "wrong", "abstained", "missed", "false")
+    return _grid(heads, rows)
+
+
+def _confusion(result: Mapping[str, Any]) -> str:
+    table = result["confusion"]
+    said = sorted({rule for row in table.values() for rule in row})
+    rows = [(true, *(str(row.get(rule, 0)) for rule in said)) for true, row in sorted(table.items())]
+    text = "The costliest cause (rows) and the rule of the first finding (columns):\n"
+    return text + "\n" + _grid(("", *said), rows)
+
+
+def _errors(errors: Sequence[Mapping[str, Any]], what: str) -> str:
+    rows = [
+        (e["name"], f"{e['n']:,}", *(f"{e[k]:.3f}" for k in ("median", "mean", "p95")), f"{e['bias']:+.3f}", f"{e['within']:.0%}")
+        for e in errors
+    ]
+    return _grid((what, "n", "median", "mean", "p95", "bias", "within 0.1"), rows)
+
+
+def _not_right(result: Mapping[str, Any]) -> str:
+    if not result["not_right"]:
+        return ""
+    rows = [(w["family"], f"{w['strength']:g}", str(w["seed"]), w["via"], w["outcome"]) for w in result["not_right"]]
+    return "## Worlds that were not judged right\n\n" + _grid(("world", "strength", "seed", "as", "outcome"), rows)
+
+
+def _grid(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,117 @@
+"""Plays the labelled worlds, scores the diagnosis, prints and stores the result: `python tests/accuracy/run.py [--short]`.
+
+The full form writes `docs/accuracy.json` and the page made from it. Even seeds report; odd ones (`--odd`) are for
+tuning. Exit status 1 where the worlds played say that a bar is broken, 95 % sure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import nulls
+import page
+import score
+from families import FAMILIES
+from play import play
+
+ROOT = Path(__file__).parents[2]
+STORED, PAGE = ROOT / "docs" / "accuracy.json", ROOT / "docs" / "accuracy.md"
+
+#: Worlds a strength, as tables and as files, and null worlds a test.
+FULL = {"fault": (20, 6), "pair": (12, 10), "decoy": (40, 20)}
+SHORT = {"fault": (2, 0), "pair": (1, 0), "decoy": (2, 1)}
+FULL_NULLS, SHORT_NULLS = 2_000, 40
+
+Job = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def jobs(counts: dict[str, tuple[int, int]], null_worlds: int, odd: bool) -> Iterator[Job]:
+    first = 1 if odd else 0
+    for family in FAMILIES:
+        by_tables, by_files = counts[family.kind]
+        for strength in family.strengths:
+            for number in range(by_tables + by_files):
+                via = "tables" if number < by_tables else "files"
+                yield play, (family.name, strength, first + 2 * number, via)
+    for test in nulls.TESTS:
+        for number in range(null_worlds):
+            yield test, (first + 2 * number,)
+
+
+def run_job(job: Job) -> tuple[str, Any]:
+    function, arguments = job
+    try:
+        return function.__name__, function(*arguments)
+    except Exception:
+        return "failed", {"job": f"{function.__name__}{arguments}", "error": traceback.format_exc()}
+
+
+def run_all(todo: list[Job], processes: int) -> dict[str, list[Any]]:
+    results: dict[str, list[Any]] = {}
+    began = time.monotonic()
+    # Long ones among short ones, so that both halves of a machine end together.
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        for number, (name, result) in enumerate(pool.imap_unordered(run_job, todo, chunksize=4), 1):
+            results.setdefault(name, []).append(result)
+            if sys.stderr.isatty() and number % 20 == 0:
+                left = (time.monotonic() - began) / number * (len(todo) - number)
+                print(f"\r{number} of {len(todo)}, {left:.0f} s left ", end="", file=sys.stderr)
+    return results
+
+
+def scored(results: dict[str, list[Any]], seconds: float, short: bool) -> dict[str, Any]:
+    worlds = sorted(results.get("play", []), key=lambda w: (w["family"], w["strength"], w["via"], w["seed"]))
+    return {
+        "form": "short" if short else "full",
+        "seconds": round(seconds),
+        "worlds": len(worlds),
+        "by_files": sum(w["via"] == "files" for w in worlds),
+        "bars": score.bars(worlds),
+        "families": score.by_family(worlds),
+        "confusion": score.confusion(worlds),
+        "bills": score.bill_errors(worlds),
+        "blame": score.blame_errors(worlds),
+        "nulls": nulls.summarise([r for test in nulls.TESTS for r in results.get(test.__name__, [])]),
+        "not_right": [
+            {k: w[k] for k in ("family", "strength", "seed", "via")} | {"outcome": score.verdict_of(w)}
+            for w in worlds
+            if score.verdict_of(w) not in ("right", "quiet", "not felt")
+        ],
+        "failed": results.get("failed", []),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--short", action="store_true", help="a few worlds of each kind, nothing stored")
+    parser.add_argument("--odd", action="store_true", help="the seeds for tuning")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--output", type=Path, help="store the result here instead of in docs/")
+    arguments = parser.parse_args()
+    counts, null_worlds = (SHORT, SHORT_NULLS) if arguments.short else (FULL, FULL_NULLS)
+    began = time.monotonic()
+    results = run_all(list(jobs(counts, null_worlds, arguments.odd)), arguments.processes)
+    result = scored(results, time.monotonic() - began, arguments.short)
+    text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
+    if arguments.output is not None:
+        arguments.output.write_text(text, encoding="utf-8")
+    elif not (arguments.short or arguments.odd):
+        STORED.write_text(text, encoding="utf-8")
+        PAGE.write_text(page.render(result), encoding="utf-8")
+    print(page.render(result))
+    for failure in result["failed"]:
+        print(f"{failure['job']} failed:\n{failure['error']}", file=sys.stderr)
+    return 1 if result["failed"] or score.broken(result) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""What the played worlds say of the rules: who was found, who was blamed in vain, how far bills are off."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from play import GROUPS
+from scipy.stats import beta
+
+#: A cause that raises no class's p99 by so much need not be found.
+FELT = 0.2
+#: One below so much is not there, for all anybody can tell.
+NOTHING = 0.05
+TOP1_BAR, FALSE_ALARM_BAR, BILL_BAR = 0.95, 0.02, 0.10
+NOBODY = "(nothing)"
+
+World = Mapping[str, Any]
+
+
+def bound(hits: int, n: int, side: str) -> float:
+    """One-sided 95 % bound of a share (Clopper and Pearson 1934): `lower` or `upper`."""
+    if side == "lower":
+        return 0.0 if hits == 0 else float(beta.ppf(0.05, hits, n - hits + 1))
+    return 1.0 if hits == n else float(beta.ppf(0.95, hits + 1, n - hits))
+
+
+def is_right(finding: Mapping[str, Any], labels: Mapping[str, str | None]) -> bool:
+    """Whether a finding names one of the causes, with its culprit where the label has one."""
+    if finding["rule"] not in labels:
+        return False
+    wanted = labels[finding["rule"]]
+    if wanted is None:
+        return True
+    kind, _, ids = wanted.partition(":")
+    return finding["culprit"] in {f"{kind}:{name}" for name in ids.split("|")}
+
+
+def found(world: World) -> list[Mapping[str, Any]]:
+    return [f for f in world["findings"] if f["status"] == "found"]
+
+
+def causes(world: World, least: float) -> dict[str, str | None]:
+    return {rule: who for rule, who in world["labels"].items() if world["cost"][rule] >= least}
+
+
+def false_alarms(world: World) -> list[str]:
+    return [f"{f['rule']} {f['culprit']} ({f['severity']})" for f in found(world) if not is_right(f, world["labels"])]
+
+
+def outcome(world: World) -> str:
+    """top-1, top-3, later, wrong, abstained or missed, of a world with a cause that is felt."""
+    felt, findings = causes(world, FELT), found(world)
+    right = [is_right(f, felt) for f in findings]
+    if right[:1] == [True]:
+        return "top-1"
+    if any(right[:3]):
+        return "top-3"
+    if any(right):
+        return "later"
+    if findings and not any(is_right(f, world["labels"]) for f in findings):
+        return "wrong"
+    return "abstained" if world["verdict"] == "inconclusive" or findings else "missed"
+
+
+def by_family(worlds: Iterable[World]) -> list[dict[str, Any]]:
+    """A row a family: how many worlds, how many with a cause that is felt, and what became of them."""
+    groups: dict[str, list[World]] = defaultdict(list)
+    for world in worlds:
+        groups[world["family"]].append(world)
+    rows = []
+    for family, members in groups.items():
+        felt = [w for w in members if causes(w, FELT)]
+        counts = Counter(outcome(w) for w in felt)
+        all_found = sum(
+            all(any(is_right(f, {rule: who}) for f in found(w)) for rule, who in causes(w, FELT).items()) for w in felt
+        )
+        alarms = [w for w in members if false_alarms(w)]
+        rows.append(
+            {
+                "family": family,
+                "kind": members[0]["kind"],
+                "n": len(members),
+                "felt": len(felt),
+                **{name: counts[name] for name in ("top-1", "top-3", "later", "wrong", "abstained", "missed")},
+                "all_found": all_found,
+                "false_alarms": len(alarms),
+                "alarms": dict(Counter(a for w in alarms for a in false_alarms(w))),
+                "undecided": sum(w["verdict"] == "inconclusive" for w in members),
+            }
+        )
+    return rows
+
+
+def confusion(worlds: Iterable[World]) -> dict[str, dict[str, int]]:
+    """What was the costliest cause -> which rule spoke first."""
+    table: dict[str, Counter[str]] = defaultdict(Counter)
+    for world in worlds:
+        felt = causes(world, FELT)
+        if world["labels"] and not felt:
+            continue  # a fault that nobody feels is neither
+        true = max(felt, key=lambda rule: world["cost"][rule]) if felt else NOBODY
+        findings = found(world)
+        said = findings[0]["rule"] if findings else NOBODY
+        table[true][said] += 1
+    return {true: dict(said) for true, said in table.items()}
+
+
+def bars(worlds: Sequence[World]) -> list[dict[str, Any]]:
+    """The bars, each with n and the 95 % bound that has to keep it."""
+    felt = [w for w in worlds if causes(w, FELT)]
+    top1, top3 = (sum(outcome(w) in names for w in felt) for names in (("top-1",), ("top-1", "top-3")))
+    decoys = [w for w in worlds if w["kind"] == "decoy"]
+    alarmed = sum(bool(false_alarms(w)) for w in decoys)
+    wrong = sum(bool(false_alarms(w)) for w in worlds if w["kind"] != "decoy")
+    rows = [
+        _at_least("top-1 of what costs ≥ 20 % of a p99", top1, len(felt), TOP1_BAR),
+        _at_least("top-3 of the same", top3, len(felt), TOP1_BAR),
+        _at_most("false alarms in healthy and decoy worlds", alarmed, len(decoys), FALSE_ALARM_BAR),
+    ]
+    others = len(worlds) - len(decoys)
+    rows.append({"bar": "wrong findings beside a fault", "n": others, "value": wrong / max(others, 1)})
+    return rows
+
+
+def _at_least(name: str, hits: int, n: int, bar: float) -> dict[str, Any]:
+    low = bound(hits, n, "lower") if n else 0.0
+    return {"bar": name, "n": n, "hits": hits, "value": hits / max(n, 1), "bound": low, "limit": f"≥ {bar:.0%}", "holds": low >= bar}
+
+
+def _at_most(name: str, hits: int, n: int, bar: float) -> dict[str, Any]:
+    high = bound(hits, n, "upper") if n else 1.0
+    return {"bar": name, "n": n, "hits": hits, "value": hits / max(n, 1), "bound": high, "limit": f"≤ {bar:.0%}", "holds": high <= bar}
+
+
+def bill_errors(worlds: Iterable[World]) -> list[dict[str, Any]]:
+    """Per group of components: how far the ledger's part of an excess is from the true one, in points of the excess."""
+    errors: dict[str, list[float]] = defaultdict(list)
+    for world in worlds:
+        for bill in world["bill_errors"]:
+            for group in GROUPS:
+                if max(abs(bill["said"][group]), abs(bill["true"][group])) >= 0.01:
+                    errors[group].append(bill["said"][group] - bill["true"][group])
+    return [_errors(group, values) for group, values in errors.items()]
+
+
+def blame_errors(worlds: Iterable[World]) -> list[dict[str, Any]]:
+    """Per rule: what its finding explains of an excess, against what the world without its cause takes less."""
+    errors: dict[str, list[float]] = defaultdict(list)
+    for world in worlds:
+        for blame in world["blame"]:
+            errors[blame["rule"]].append(blame["said"] - blame["true"])
+    return [_errors(rule, values) for rule, values in errors.items()]
+
+
+def _errors(name: str, values: Sequence[float]) -> dict[str, Any]:
+    array = np.array(values)
+    size = np.abs(array)
+    within = int((size <= BILL_BAR).sum())
+    return {
+        "name": name,
+        "n": len(array),
+        "median": float(np.median(size)),
+        "mean": float(size.mean()),
+        "p95": float(np.quantile(size, 0.95)),
+        "bias": float(np.median(array)),
+        "within": within / len(array),
+        "holds": float(size.mean()) <= BILL_BAR,
+    }
+
+
+def verdict_of(world: World) -> str:
+    """right, quiet, not felt, or what was wrong."""
+    alarms = false_alarms(world)
+    if alarms:
+        return f"said {', '.join(alarms)}"
+    felt = causes(world, FELT)
+    if felt:
+        name = outcome(world)
+        return "right" if name == "top-1" else f"{name}: {', '.join(felt)}"
+    return "not felt" if world["labels"] else "quiet"
+
+
+def broken(result: Mapping[str, Any]) -> list[str]:
+    """Bars that the worlds played show to be broken, 95 % sure."""
+    names = []
+    for bar in result["bars"]:
+        if "limit" not in bar or not bar["n"]:
+            continue
+        if bar["limit"].startswith("≥") and bound(bar["hits"], bar["n"], "upper") < TOP1_BAR:
+            names.append(bar["bar"])
+        if bar["limit"].startswith("≤") and bound(bar["hits"], bar["n"], "lower") > FALSE_ALARM_BAR:
+            names.append(bar["bar"])
+    return names
