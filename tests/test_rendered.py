@@ -18,9 +18,13 @@ import tailscope
 from tailscope import query, registry
 from tailscope.cli import app
 from tailscope.config import DEFAULT_CLASSES, Config, parse
+from tailscope.engine import diagnose
 from tailscope.ingest import ingest
 from tailscope.render import reference
+from tailscope.sim import scenario_file, written
+from tailscope.sim.engine import simulate
 from tailscope.source import Options
+from tailscope.store import Trace
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 WRITTEN = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/joining.md", "examples/README.md"]
@@ -134,7 +138,7 @@ def test_make_targets_exist(page: str) -> None:
 
 
 def test_the_configuration_of_the_readme_is_valid() -> None:
-    (example,) = fenced(README, "toml")
+    _, example = fenced(README, "toml")
     config = parse(tomllib.loads(example))
     assert [c.name for c in config.classes] == ["chat", "batch"]
     assert len(config.slos) == 2
@@ -143,6 +147,16 @@ def test_the_configuration_of_the_readme_is_valid() -> None:
     defaults = [c.name for c in DEFAULT_CLASSES]
     assert defaults[0] == "reasoning"
     assert ", ".join(defaults[1:]) in example
+
+
+def test_the_incident_of_the_readme_is_diagnosed_as_it_says(tmp_path: Path) -> None:
+    incident, _ = fenced(README, "toml")
+    scenario = scenario_file.parse(tomllib.loads(incident), tmp_path, "README.md")
+    written.write_trace(written.tables(simulate(scenario)), tmp_path / "trace.parquet")
+    with Trace(str(tmp_path / "trace.parquet")) as opened:
+        first = diagnose(opened, Config()).findings[0]
+    [cause] = scenario.causes
+    assert (first.rule, f"{first.culprit.kind}:{first.culprit.id}") == (cause.rule, cause.culprit)
 
 
 def test_the_client_log_of_the_readme_is_read(trace: Path) -> None:

@@ -151,7 +151,7 @@ ROOMY = {"engine": {"kv_blocks": 200_000}}
 
 def short_of_cache(one: Scenario, share: float) -> Scenario:
     """The world with so small a KV cache that for `share` of the time more would be held than fits."""
-    roomy = replace(one, engine=replace(one.engine, **ROOMY["engine"]))
+    roomy = replace(one, engine=replace(one.engine, kv_blocks=ROOMY["engine"]["kv_blocks"]))
     [played] = simulate(roomy).engines
     steps = played.steps
     held = steps.kv_usage * (roomy.engine.kv_blocks - 1)
@@ -247,7 +247,7 @@ def common_load(rng: Rng, _: float) -> Scenario:
         prefixes=2,
         **together,  # type: ignore[arg-type]
     )
-    return world(rng, chat(rng, **together), cached)
+    return world(rng, replace(chat(rng), **together), cached)  # type: ignore[arg-type]
 
 
 def healthy_preemptions(rng: Rng, _: float) -> Scenario:

@@ -57,13 +57,22 @@ def _bars(result: Mapping[str, Any]) -> str:
             rows.append((bar["bar"], f"{bar['n']:,}", f"{bar['value']:.1%}", "", "", ""))
             continue
         holds = "holds" if bar["holds"] else "not shown"
-        rows.append((bar["bar"], f"{bar['n']:,}", f"{bar['value']:.1%}", f"{bar['bound']:.1%}", bar["limit"], holds))
+        rows.append(
+            (bar["bar"], f"{bar['n']:,}", f"{bar['value']:.1%}", f"{bar['bound']:.1%}", bar["limit"], holds)
+        )
     return _grid(("", "n", "share", "95 % bound", "bar", ""), rows)
 
 
 def _nulls(result: Mapping[str, Any]) -> str:
     rows = [
-        (n["name"], f"{n['n']:,}", f"{n['share']:.1%}", f"{n['low']:.1%}–{n['high']:.1%}", n["bar"], "holds" if n["holds"] else "not shown")
+        (
+            n["name"],
+            f"{n['n']:,}",
+            f"{n['share']:.1%}",
+            f"{n['low']:.1%}–{n['high']:.1%}",
+            n["bar"],
+            "holds" if n["holds"] else "not shown",
+        )
         for n in result["nulls"]
     ]
     text = "Tests and intervals where nothing is wrong (nominal: tests fire in 5 %, intervals hold the truth in 95 %):\n"
@@ -73,7 +82,8 @@ def _nulls(result: Mapping[str, Any]) -> str:
 def _families(result: Mapping[str, Any]) -> str:
     names = ("n", "felt", "top-1", "top-3", "later", "wrong", "abstained", "missed", "false_alarms")
     rows = [
-        (f"{f['family']}: {WHY.get(f['family'], '')}", *(f"{f[name]:,}" for name in names)) for f in result["families"]
+        (f"{f['family']}: {WHY.get(f['family'], '')}", *(f"{f[name]:,}" for name in names))
+        for f in result["families"]
     ]
     heads = ("world", "n", "felt", "top-1", "top-3", "later", "wrong", "abstained", "missed", "false")
     return _grid(heads, rows)
@@ -89,7 +99,13 @@ def _confusion(result: Mapping[str, Any]) -> str:
 
 def _errors(errors: Sequence[Mapping[str, Any]], what: str) -> str:
     rows = [
-        (e["name"], f"{e['n']:,}", *(f"{e[k]:.3f}" for k in ("median", "mean", "p95")), f"{e['bias']:+.3f}", f"{e['within']:.0%}")
+        (
+            e["name"],
+            f"{e['n']:,}",
+            *(f"{e[k]:.3f}" for k in ("median", "mean", "p95")),
+            f"{e['bias']:+.3f}",
+            f"{e['within']:.0%}",
+        )
         for e in errors
     ]
     return _grid((what, "n", "median", "mean", "p95", "bias", "within 0.1"), rows)
@@ -98,8 +114,13 @@ def _errors(errors: Sequence[Mapping[str, Any]], what: str) -> str:
 def _not_right(result: Mapping[str, Any]) -> str:
     if not result["not_right"]:
         return ""
-    rows = [(w["family"], f"{w['strength']:g}", str(w["seed"]), w["via"], w["outcome"]) for w in result["not_right"]]
-    return "## Worlds that were not judged right\n\n" + _grid(("world", "strength", "seed", "as", "outcome"), rows)
+    rows = [
+        (w["family"], f"{w['strength']:g}", str(w["seed"]), w["via"], w["outcome"])
+        for w in result["not_right"]
+    ]
+    return "## Worlds that were not judged right\n\n" + _grid(
+        ("world", "strength", "seed", "as", "outcome"), rows
+    )
 
 
 def _grid(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -17,12 +17,14 @@ from tailscope.config import Config
 from tailscope.engine import diagnose
 from tailscope.ingest import ingest
 from tailscope.model import Diagnosis
+from tailscope.sim.emit.files import write_files
+from tailscope.sim.emit.kineto import write_profiles
 from tailscope.sim.engine import simulate
 from tailscope.sim.outcome import Outcome
 from tailscope.sim.scenario import Cause, Scenario
 from tailscope.sim.scenario_file import without
 from tailscope.sim.truth import Bills, bills
-from tailscope.sim.written import costs, tables, write_files, write_profiles, write_trace
+from tailscope.sim.written import costs, tables, write_trace
 from tailscope.source import Options
 from tailscope.store import Trace
 
@@ -192,9 +194,9 @@ def _bill_errors(trace: Trace, diagnosis: Diagnosis, members: Members, true: Bil
         for component, seconds in row.excess.items():
             said[GROUP_OF[component]] += seconds
         truth = dict.fromkeys(GROUPS, 0.0)
-        for (place, component, _), seconds in true.lines.items():
+        for (place, part, _), spent in true.lines.items():
             weights = decode if place == "decode" else before
-            truth[GROUP_OF[component]] += float(weights @ seconds[requests])
+            truth[GROUP_OF[part]] += float(weights @ spent[requests])
         errors.append(
             {
                 "klass": row.klass,
@@ -223,7 +225,11 @@ def _blame(
     found = []
     for (klass, metric), seconds in said.items():
         row = next(r for r in diagnosis.classes if (r.klass, r.metric) == (klass, metric))
-        if (klass, metric) not in members or not row.excess_s or row.excess_s < NOTABLE * (row.p50_s or np.inf):
+        if (
+            (klass, metric) not in members
+            or not row.excess_s
+            or row.excess_s < NOTABLE * (row.p50_s or np.inf)
+        ):
             continue
         here, before, decode = members[klass, metric]
         place = np.array([there.get(outcome.requests.id[i], -1) for i in here])

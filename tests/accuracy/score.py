@@ -47,7 +47,11 @@ def causes(world: World, least: float) -> dict[str, str | None]:
 
 
 def false_alarms(world: World) -> list[str]:
-    return [f"{f['rule']} {f['culprit']} ({f['severity']})" for f in found(world) if not is_right(f, world["labels"])]
+    return [
+        f"{f['rule']} {f['culprit']} ({f['severity']})"
+        for f in found(world)
+        if not is_right(f, world["labels"])
+    ]
 
 
 def outcome(world: World) -> str:
@@ -75,7 +79,8 @@ def by_family(worlds: Iterable[World]) -> list[dict[str, Any]]:
         felt = [w for w in members if causes(w, FELT)]
         counts = Counter(outcome(w) for w in felt)
         all_found = sum(
-            all(any(is_right(f, {rule: who}) for f in found(w)) for rule, who in causes(w, FELT).items()) for w in felt
+            all(any(is_right(f, {rule: who}) for f in found(w)) for rule, who in causes(w, FELT).items())
+            for w in felt
         )
         alarms = [w for w in members if false_alarms(w)]
         rows.append(
@@ -84,7 +89,9 @@ def by_family(worlds: Iterable[World]) -> list[dict[str, Any]]:
                 "kind": members[0]["kind"],
                 "n": len(members),
                 "felt": len(felt),
-                **{name: counts[name] for name in ("top-1", "top-3", "later", "wrong", "abstained", "missed")},
+                **{
+                    name: counts[name] for name in ("top-1", "top-3", "later", "wrong", "abstained", "missed")
+                },
                 "all_found": all_found,
                 "false_alarms": len(alarms),
                 "alarms": dict(Counter(a for w in alarms for a in false_alarms(w))),
@@ -127,12 +134,28 @@ def bars(worlds: Sequence[World]) -> list[dict[str, Any]]:
 
 def _at_least(name: str, hits: int, n: int, bar: float) -> dict[str, Any]:
     low = bound(hits, n, "lower") if n else 0.0
-    return {"bar": name, "n": n, "hits": hits, "value": hits / max(n, 1), "bound": low, "limit": f"≥ {bar:.0%}", "holds": low >= bar}
+    return {
+        "bar": name,
+        "n": n,
+        "hits": hits,
+        "value": hits / max(n, 1),
+        "bound": low,
+        "limit": f"≥ {bar:.0%}",
+        "holds": low >= bar,
+    }
 
 
 def _at_most(name: str, hits: int, n: int, bar: float) -> dict[str, Any]:
     high = bound(hits, n, "upper") if n else 1.0
-    return {"bar": name, "n": n, "hits": hits, "value": hits / max(n, 1), "bound": high, "limit": f"≤ {bar:.0%}", "holds": high <= bar}
+    return {
+        "bar": name,
+        "n": n,
+        "hits": hits,
+        "value": hits / max(n, 1),
+        "bound": high,
+        "limit": f"≤ {bar:.0%}",
+        "holds": high <= bar,
+    }
 
 
 def bill_errors(worlds: Iterable[World]) -> list[dict[str, Any]]:

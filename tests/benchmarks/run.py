@@ -18,6 +18,9 @@ from big_profile import write_profile
 from big_ranks import write_ranks
 from big_worlds import write_world
 
+from tailscope.sim.engine import simulate
+from tailscope.sim.scenario import Engine, Load, Scenario, Sizes
+
 BARE = "import typer\napp = typer.Typer()\n@app.command()\ndef a(x: int = 1): ...\n@app.command()\ndef b(x: int = 1): ...\napp()\n"
 
 
@@ -143,6 +146,35 @@ def waits(folder: Path, collectives: int, ranks: int = 8) -> None:
     )
 
 
+#: Engines that are idle half the time, busy, short of KV cache, and two that step together.
+WORLDS = {
+    "light": Scenario((Load("a", rate=4),), duration_s=120),
+    "busy": Scenario(
+        (Load("a", rate=25), Load("b", rate=0.3, prompt_tokens=Sizes(12_000, 0.3))), duration_s=120
+    ),
+    "short of cache": Scenario(
+        (Load("a", rate=20),), engine=Engine(kv_blocks=500, max_model_len=4_000), duration_s=120
+    ),
+    "lockstep": Scenario((Load("a", rate=25),), engine=Engine(data_parallel=2, moe=True), duration_s=120),
+}
+
+
+def simulation(rounds: int = 3) -> None:
+    """A request in a step counts once, whether it decodes or is prefilled."""
+    for name, scenario in WORLDS.items():
+        best = 0.0
+        for _ in range(rounds):
+            start = time.process_time()
+            outcome = simulate(scenario)
+            seconds = time.process_time() - start
+            steps = [e.steps for e in outcome.engines]
+            count = sum(
+                int((s.prefill_requests + s.decode_requests + s.recompute_requests).sum()) for s in steps
+            )
+            best = max(best, count / seconds)
+        print(f"simulation        {name}: {best / 1e3:,.0f} k request-steps/s a core (limit 200 k)")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
@@ -155,6 +187,7 @@ def main() -> None:
         folder = Path(name)
         startup()
         demo(folder)
+        simulation()
         profile(folder, 1_000_000 if full else 100_000)
         waits(folder, 500_000 if full else 50_000)
         scale(folder, 1_000_000 if full else 100_000)

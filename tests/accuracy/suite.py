@@ -1,4 +1,4 @@
-"""Plays the labelled worlds, scores the diagnosis, prints and stores the result: `python tests/accuracy/run.py [--short]`.
+"""Plays the labelled worlds, scores the diagnosis, prints and stores the result: `python tests/accuracy/suite.py [--short]`.
 
 The full form writes `docs/accuracy.json` and the page made from it. Even seeds report; odd ones (`--odd`) are for
 tuning. Exit status 1 where the worlds played say that a bar is broken, 95 % sure.
