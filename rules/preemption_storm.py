@@ -22,7 +22,8 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
         for r in rows
         if r["excess_s"] and r["excess_s"] > 0 and share(r) >= limits["share"] and felt(r, limits)
     ]
-    stalls = [r for r in hurt if r["preempted_s"] > 0]
+    # Queueing for the cache alone is no storm, with a trace of recomputing beside it neither.
+    stalls = [r for r in hurt if r["preempted_s"] > 0 or r["recompute_s"] >= limits["share"] * r["excess_s"]]
     if not stalls:
         return Decision(
             "clear",
@@ -34,8 +35,13 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
     )
 
 
+def caused(row: Mapping[str, Any]) -> float:
+    """Seconds of the excess that the victims stalled, others computed for them, or somebody queued for the cache."""
+    return float(row["preempted_s"] + max(row["recompute_s"], 0.0) + max(row["queued_s"], 0.0))
+
+
 def share(row: Mapping[str, Any]) -> float:
-    return float(min(1.0, max(0.0, (row["preempted_s"] + max(row["queued_s"], 0.0)) / row["excess_s"])))
+    return float(min(1.0, max(0.0, caused(row) / row["excess_s"])))
 
 
 def sized(remedy: Remedy, trace: Mapping[str, Any]) -> Remedy:
@@ -47,12 +53,16 @@ def sized(remedy: Remedy, trace: Mapping[str, Any]) -> Remedy:
 
 
 def spent(row: Mapping[str, Any]) -> str:
-    parts = {"preempted": row["preempted_s"], "queued for KV cache": row["queued_s"]}
+    parts = {
+        "preempted": row["preempted_s"],
+        "of steps that computed again": row["recompute_s"],
+        "queued for KV cache": row["queued_s"],
+    }
     return " and ".join(f"{seconds:.3g} s {what}" for what, seconds in parts.items() if seconds > 0)
 
 
 def felt(row: Mapping[str, Any], limits: Mapping[str, float]) -> bool:
-    return bool((row["preempted_s"] + row["queued_s"]) >= limits["slowdown"] * (row["p50_s"] or 0.0))
+    return bool(caused(row) >= limits["slowdown"] * (row["p50_s"] or 0.0))
 
 
 def without_requests(trace: Mapping[str, Any]) -> Decision:
@@ -77,7 +87,7 @@ def findings(
     evidence = [
         Evidence(
             f"{r['klass']} {r['metric']}: {spent(r)} of {r['excess_s']:.3g} s excess ({r['tail_rule']})",
-            {k: r[k] for k in ("klass", "metric", "preempted_s", "queued_s", "excess_s")},
+            {k: r[k] for k in ("klass", "metric", "preempted_s", "recompute_s", "queued_s", "excess_s")},
         )
         for r in sorted(hurt, key=share, reverse=True)
     ]
@@ -136,9 +146,7 @@ def findings(
             counter_evidence=tuple(counter),
             remedies=(sized(RULE.remedies[0], trace), *RULE.remedies[1:]),
             confirm_by=RULE.confirm_by,
-            explains={
-                f"{r['klass']}\t{r['metric']}": r["preempted_s"] + max(r["queued_s"], 0.0) for r in hurt
-            },
+            explains={f"{r['klass']}\t{r['metric']}": caused(r) for r in hurt},
         )
     ]
 

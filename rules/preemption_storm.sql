@@ -1,5 +1,5 @@
--- One row per class and metric with the part of its excess spent preempted, or queued for KV cache while others were;
--- beside it what happened to all requests.
+-- One row per class and metric with the part of its excess spent preempted, in steps that computed again what a preemption
+-- threw away, or queued for KV cache meanwhile; beside it what happened to all requests.
 WITH victims AS (
     SELECT
         count(*) FILTER (WHERE preemptions > 0) AS preempted_requests,
@@ -32,11 +32,13 @@ holders AS (
 ),
 spent AS (
     SELECT klass, metric, sum(excess_s) FILTER (WHERE component = 'preempted') AS preempted_s,
+           sum(excess_s) FILTER (WHERE component = 'recompute') AS recompute_s,
            sum(excess_s) FILTER (WHERE component = 'queue_kv') AS queued_s
-    FROM excess WHERE component IN ('preempted', 'queue_kv') GROUP BY ALL
+    FROM excess WHERE component IN ('preempted', 'recompute', 'queue_kv') GROUP BY ALL
 )
 SELECT k.klass, k.metric, k.p50_s, k.excess_s, k.tail_rule, k.slo_broken, k.n,
-       coalesce(s.preempted_s, 0) AS preempted_s, coalesce(s.queued_s, 0) AS queued_s,
+       coalesce(s.preempted_s, 0) AS preempted_s, coalesce(s.recompute_s, 0) AS recompute_s,
+       coalesce(s.queued_s, 0) AS queued_s,
        v.*, t.*, q.*, c.*, r.*, f.*, h.holder
 FROM class_rows k
 LEFT JOIN spent s ON s.klass = k.klass AND s.metric = k.metric

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from real import CAPTURES, needs_captures
 from worlds import (
     MS,
     START_NS,
@@ -37,12 +38,22 @@ from worlds import (
 
 from tailscope.config import Config
 from tailscope.engine import diagnose
+from tailscope.ingest import ingest
 from tailscope.ledger.bills import write_bills
 from tailscope.ledger.contrast import write_contrast
 from tailscope.ledger.cost import MIN_FIT_STEPS, fit
 from tailscope.ledger.coupling import write_coupling
 from tailscope.ledger.engine_time import Place, Steps
+from tailscope.ledger.lockstep import Ends, groups, one_timeline
+from tailscope.ledger.recompute import recomputed
 from tailscope.schema import REQUESTS
+from tailscope.sim.engine import simulate
+from tailscope.sim.outcome import Outcome
+from tailscope.sim.scenario import Cost as SimCost
+from tailscope.sim.scenario import Engine, Load, Ranks, Scenario, Sizes
+from tailscope.sim.truth import bills
+from tailscope.sim.written import tables as written
+from tailscope.source import Options
 from tailscope.store import Trace
 
 Tables = dict[str, list[Row]]
@@ -89,6 +100,19 @@ def worlds(draw: st.DrawFn) -> Tables:
                 time_error_ns=make.choice([None, None, None, 500 * MS]),
             )
         )
+    if draw(st.booleans()):
+        steps = [s for s in steps if s["engine"] == 0]
+        # A second engine whose steps end with them, some of which it does not tell of.
+        steps += [
+            {
+                **s,
+                "engine": 1,
+                "prefill_tokens": make.choice([0, 0, 900]),
+                "end_ns": s["end_ns"] + make.choice([0, 0, 2 * MS]),
+            }
+            for s in steps
+            if make.random() < 0.9
+        ]
     requests, tokens = [], []
     for i in range(draw(st.integers(1, 40))):
         arrival = make.randrange(-3 * S, 12 * S)
@@ -407,6 +431,33 @@ def test_queueing_for_a_full_cache(world: World) -> None:
     assert lines["queue", "queue_kv", "<8k"] == pytest.approx(waited, rel=0.02)
 
 
+def test_queueing_behind_one_that_does_not_fit_the_cache(tmp_path: Path) -> None:
+    """The cache is half full; yet with budget and slots left nobody is admitted from 1.0 s to 2.0 s."""
+    steps = [
+        step(
+            i * 20 * MS,
+            prefill_tokens=600 if i in (5, 101) else 0,
+            decode_requests=4 + i % 3,
+            decode_tokens=4 + i % 3,
+            running=9 if i == 5 else 5,
+            waiting=2 if 48 <= i < 100 else int(i % 7 == 0),
+            kv_usage=0.5,
+        )
+        for i in range(1, 150)
+    ]
+    waits = span(
+        "waits", S, 2 * S, ttft_ns=S + 40 * MS, queue_ns=S, prefill_ns=30 * MS, engine=0, prompt_tokens=600
+    )
+    # One that came just too late for the batch that was made ahead was not kept out.
+    late = span("late", 2_240 * MS, 100 * MS, ttft_ns=50 * MS, queue_ns=20 * MS, prefill_ns=30 * MS, engine=0)
+    with billed(tmp_path, {"requests": [waits, late], "iterations": steps}) as bill:
+        check_conserved(bill)
+        queued = sum(ns for (_, component, _), ns in bill.of("waits").items() if component == "queue_kv")
+        assert seconds(queued) == pytest.approx(1.0, abs=0.06)
+        assert ("queue", "queue", None) in bill.of("late")
+        assert not [key for key in bill.of("late") if key[1] == "queue_kv"]
+
+
 def test_queueing_for_a_slot(world: World) -> None:
     _, bill = world(
         [Request(f"h{i}", T, 50, 100) for i in range(8)] + [Request("victim", T + 100 * MS, 50, 5)], slots=8
@@ -469,6 +520,202 @@ def test_too_few_steps_for_a_model_explain_nothing(tmp_path: Path) -> None:
         check_conserved(bill)
         assert bill.ledger.engines[0]["cost_error"] is None
         assert {component for _, component, _ in bill.of("r")} == {"unexplained"}
+
+
+# -- engines that step together ------------------------------------------------------------------
+
+CHAT = Load("chat", rate=12.0, prompt_tokens=Sizes(150, 0.4, 8, 500), output_tokens=Sizes(60, 0.5, 4, 200))
+
+
+def moe_pair(lockstep: bool) -> Scenario:
+    """Two data-parallel engines with chats and, now and then on either of them, a long document."""
+    documents = Load(
+        "documents",
+        arrivals="at",
+        times_s=(5.0, 11.0, 18.0, 26.0),
+        prompts=(9_000,) * 4,
+        outputs=(20,) * 4,
+    )
+    return Scenario(
+        (CHAT, documents),
+        engine=Engine(data_parallel=2, moe=lockstep, kv_blocks=20_000),
+        ranks=Ranks(layers=2),
+        cost=SimCost(prefill_token=4e-5, attention=1e-9, noise=0.05),
+        duration_s=30.0,
+        seed=5,
+    )
+
+
+def true_seconds(
+    outcome: Outcome, components: Iterable[str], load: int | None, requests: NDArray[Any]
+) -> float:
+    true = bills(outcome)
+    return sum(
+        float(seconds[requests].sum())
+        for (_, component, culprit), seconds in true.lines.items()
+        if component in components and culprit == load
+    )
+
+
+def billed_seconds(
+    bill: Billed, components: Sequence[str], culprit: str | None, engine: int | None = None
+) -> float:
+    rows = bill.trace.rows(
+        "SELECT coalesce(sum(l.ns), 0)::BIGINT AS ns FROM bill_lines l JOIN joined j ON j.rid = l.id "
+        "WHERE l.component IN (SELECT unnest($components)) AND l.culprit IS NOT DISTINCT FROM $culprit "
+        "AND ($engine IS NULL OR j.engine = $engine)",
+        {"components": list(components), "culprit": culprit, "engine": engine},
+    )
+    return seconds(rows[0]["ns"])
+
+
+def test_prefill_on_one_engine_is_blamed_for_long_steps_of_another(tmp_path: Path) -> None:
+    outcome = simulate(moe_pair(lockstep=True))
+    q = outcome.requests
+    parts = ("others_prefill_before", "others_prefill_in_prefill", "others_prefill_in_decode")
+    with billed(tmp_path, written(outcome)) as bill:
+        check_conserved(bill)
+        assert all(engine["cost_error"] < 0.1 for engine in bill.ledger.engines)
+        assert sum(engine["unexplained_s"] for engine in bill.ledger.engines) < 1.0
+        for engine in (0, 1):
+            chats = np.flatnonzero((q.load == 0) & (q.engine == engine))
+            expected = true_seconds(outcome, parts, 1, chats)
+            assert expected > 3.0
+            own = billed_seconds(bill, parts, "<32k", engine)
+            own -= true_seconds(outcome, parts, 1, np.flatnonzero((q.load == 1) & (q.engine == engine)))
+            assert own == pytest.approx(expected, rel=0.1)
+
+
+def test_engines_that_step_alone_have_bills_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = written(simulate(moe_pair(lockstep=False)))
+    with billed(tmp_path / "decided", made) as bill:
+        check_conserved(bill)
+        decided = bill.trace.rows("FROM bill_lines ORDER BY ALL")
+        assert [time.engines for time in bill.ledger.times.values()] == [1, 1]
+    monkeypatch.setattr("tailscope.ledger.bills.groups", lambda ends: [[engine] for engine in ends])
+    with billed(tmp_path / "alone", made) as bill:
+        assert bill.trace.rows("FROM bill_lines ORDER BY ALL") == decided
+
+
+def ends(lengths_ns: Sequence[int], jitter_ns: int = 0, first_ns: int = 0, seed: int = 0) -> Ends:
+    end = START_NS + first_ns + np.cumsum(np.array(lengths_ns, np.int64))
+    end = end + np.random.default_rng(seed).integers(-jitter_ns, jitter_ns + 1, len(end))
+    return Ends(np.concatenate([[START_NS + first_ns], end[:-1]]), end)
+
+
+def test_who_steps_together_is_told_by_the_ends_of_the_steps() -> None:
+    make = np.random.default_rng(1)
+    lengths = np.where(make.random(400) < 0.1, 60 * MS, 10 * MS) + make.integers(0, MS, 400)
+    one, other = ends(lengths.tolist(), MS, seed=1), ends(lengths.tolist(), MS, seed=2)
+    assert groups({0: one, 1: other}) == [[0, 1]]
+    # Without its idle time, and in part.
+    some = Ends(other.start_ns[100:250], other.end_ns[100:250])
+    assert groups({0: one, 1: some}) == [[0, 1]]
+    # Each its own long steps.
+    shuffled = ends(make.permutation(lengths).tolist(), MS)
+    assert groups({0: one, 1: shuffled, 2: other}) == [[0, 2], [1]]
+    # Never busy at one time, too few steps, or alike all the time.
+    later = Ends(other.start_ns + 100 * S, other.end_ns + 100 * S)
+    assert groups({0: one, 1: later}) == [[0], [1]]
+    few = Ends(other.start_ns[:40], other.end_ns[:40])
+    assert groups({0: one, 1: few}) == [[0], [1]]
+    alike = ends([10 * MS] * 400)
+    assert groups({0: alike, 1: alike}) == [[0], [1]]
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 10**6), engines=st.integers(2, 4))
+def test_one_timeline_loses_nothing(seed: int, engines: int) -> None:
+    make = np.random.default_rng(seed)
+    alike = ends(make.choice([0, 10 * MS, 60 * MS], 60).tolist())
+    given_steps = []
+    for _ in range(engines):
+        kept = np.flatnonzero(make.random(60) < 0.7)
+        kept = kept if len(kept) else np.array([7])
+        end = np.sort(alike.end_ns[kept] + make.integers(-MS, MS, len(kept)) * int(make.integers(0, 3)))
+        start = np.minimum(np.maximum(alike.start_ns[kept], np.concatenate([[0], end[:-1]])), end)
+        amounts = {
+            name: make.integers(0, 9, len(kept)).astype(float)
+            for name in Steps.__dataclass_fields__
+            if name not in ("start_ns", "end_ns")
+        }
+        given_steps.append(Steps(start, end, **{**amounts, "own": np.ones(len(kept))}))
+    made = one_timeline(given_steps)
+    assert len({len(steps.end_ns) for steps in made}) == 1
+    for before, after in zip(given_steps, made, strict=True):
+        assert (after.start_ns <= after.end_ns).all() and (after.start_ns[1:] >= after.end_ns[:-1]).all()
+        assert np.isin(after.end_ns[after.own == 1], before.end_ns).all()
+        for name in ("own", "prefill_tokens", "decode_requests", "recompute_tokens"):
+            assert getattr(after, name).sum() == getattr(before, name).sum()
+
+
+# -- what is computed again ----------------------------------------------------------------------
+
+
+def squeezed() -> Scenario:
+    load = Load(
+        "chat", rate=6.0, prompt_tokens=Sizes(200, 0.3, 8, 500), output_tokens=Sizes(350, 0.3, 50, 700)
+    )
+    return Scenario(
+        (load,),
+        engine=Engine(kv_blocks=420, max_model_len=2048),
+        cost=SimCost(prefill_token=6e-5, noise=0.05),
+        duration_s=40.0,
+        seed=2,
+    )
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_what_a_preemption_makes_others_compute_again(tmp_path: Path, told: bool) -> None:
+    outcome = simulate(squeezed())
+    made = written(outcome)
+    everybody = np.arange(len(outcome.requests))
+    if told:
+        steps = outcome.engines[0].steps
+        again = {int(k): int(n) for k, n in enumerate(steps.recompute_tokens)}
+        rows = made["iterations"].to_pylist()
+        for row in rows:
+            row["recompute_tokens"] = again[row["iteration"]]
+        made = {**made, "iterations": pa.Table.from_pylist(rows, schema=made["iterations"].schema)}
+    with billed(tmp_path, made) as bill:
+        check_conserved(bill)
+        # The victims' own steps are part of their preemption in truth, and here where it is placed by tokens.
+        expected = true_seconds(outcome, ["recompute"], None, everybody)
+        assert expected > 5.0
+        assert seconds(bill.total("recompute")) == pytest.approx(expected, rel=0.2)
+
+
+def test_drafts_are_not_computed_again(tmp_path: Path) -> None:
+    """Extra decode tokens in most steps, beside a preemption or two; and in few, where nobody was preempted."""
+    n = 1000
+    requests = np.full(n, 4.0)
+    unknown, none = np.full(n, np.nan), np.zeros(n)
+    some = np.arange(n) % 10 == 0
+    often, seldom = requests + 8, requests + np.where(some, 8, 0)
+    rare = requests + np.where(np.arange(n) % 100 == 0, 700, 0)
+    assert not recomputed(requests, often, none, unknown, 20.0).any()
+    assert not recomputed(requests, seldom, none, unknown, 20.0).any()
+    assert not recomputed(requests, seldom, none, unknown, 0.0).any()
+    assert not recomputed(requests, rare, none, unknown, 0.0).any()
+    assert recomputed(requests, rare, none, unknown, 20.0).sum() == 7_000
+    assert recomputed(requests, rare, np.where(some, 1.0, 0.0), unknown, np.nan).sum() == 7_000
+    # Nobody tells of preemptions: so many at once nobody drafts.
+    assert recomputed(requests, rare, unknown, unknown, np.nan).sum() == 7_000
+    assert not recomputed(requests, seldom, unknown, unknown, np.nan).any()
+    # The engine's own word counts.
+    assert recomputed(requests, often, none, np.where(some, 5.0, np.nan), 0.0).sum() == 500
+
+
+@needs_captures
+def test_drafts_of_a_real_engine_are_not_computed_again(tmp_path: Path) -> None:
+    trace_path = tmp_path / "trace.parquet"
+    ingest([CAPTURES / "vllm-cpu" / "run5-dense-ngram-spec"], trace_path, config=Config(), options=Options())
+    with Trace(str(trace_path), threads=1) as trace:
+        diagnose(trace, Config())
+        assert trace.rows("SELECT 1 FROM steps WHERE decode_tokens > decode_requests")
+        assert not trace.rows("SELECT 1 FROM bill_lines WHERE component = 'recompute'")
 
 
 # -- cost model -----------------------------------------------------------------------------------
@@ -535,6 +782,25 @@ def test_the_cost_model_is_never_negative(seed: int, n: int) -> None:
     np.testing.assert_allclose(sum(parts), tile, rtol=1e-9, atol=1e-15)
 
 
+def test_steps_of_which_nothing_is_left_do_not_spoil_the_cost_model() -> None:
+    """What remains of a step after its ranks' waits may be next to nothing; relative errors there say nothing."""
+    base, prefill, clean = features(2000)
+    tile = np.where(np.arange(2000) % 10 == 0, 1e-18, clean)
+    model = fit(base, prefill, tile)
+    assert model is not None and model.usable and model.error < 0.05
+    np.testing.assert_allclose(base @ model.base + prefill @ model.prefill, clean, rtol=0.05)
+
+
+def test_a_cost_model_that_fits_badly_explains_nothing() -> None:
+    base, prefill, _ = features(2000)
+    tile = np.random.default_rng(1).lognormal(-4, 4, 2000)
+    model = fit(base, prefill, tile)
+    assert model is not None and not model.usable and 0.5 < model.error <= 1
+    parts = model.split(base, prefill, tile)
+    assert not parts[0].any() and not parts[1].any()
+    np.testing.assert_array_equal(parts[2], tile)
+
+
 def test_the_cost_model_of_too_little() -> None:
     base, prefill, tile = features(MIN_FIT_STEPS - 1)
     assert fit(base, prefill, tile) is None
@@ -560,7 +826,7 @@ def test_two_look_ups_give_the_busy_time_between(gaps: list[tuple[int, int]], as
     bounds = np.cumsum(np.array(gaps).ravel())
     start, end = bounds[0::2], bounds[1::2]
     zero = np.zeros(len(start))
-    steps = Steps(START_NS + start, START_NS + end, *([zero] * 10))
+    steps = Steps(START_NS + start, START_NS + end, *([zero] * 12))
     busy = np.concatenate([[0], np.cumsum(end - start)])
     low, high = sorted(asked)
 

@@ -6,6 +6,7 @@ first three sum to TTFT, all four to E2E, exactly. `gap_lines` is the same for t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +14,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from tailscope.ledger.engine_time import EngineTime, Place, Prefills
+from tailscope.ledger.engine_time import EngineTime, OwnPrefill, Place, Prefills, Work
 from tailscope.ledger.lines import Booking, Lines, Parts, mean_of
+from tailscope.ledger.lockstep import groups, load_ends, one_timeline
+from tailscope.ledger.recompute import write_told
 from tailscope.ledger.requests import Requests, culprit_classes, load_requests, load_steps
 from tailscope.ledger.stalls import MIN_STALL_STEPS, Gaps, Stalls, by_holder, load_gaps, resumption_ns
 from tailscope.stats import Floats, Ints
@@ -46,6 +49,7 @@ def write_bills(trace: Trace, budgets: dict[str, float]) -> Ledger:
             f"CREATE OR REPLACE TEMP TABLE {table}"
             "(id BIGINT, place VARCHAR, component VARCHAR, culprit VARCHAR, ns BIGINT)"
         )
+    write_told(trace)
     ledger = Ledger(culprit_classes(trace))
     for row in trace.rows(
         "SELECT min(arrival_ns) AS first, max(arrival_ns + e2e_ns) AS last FROM joined WHERE billed"
@@ -88,26 +92,65 @@ def _write_instance(trace: Trace, ledger: Ledger, gaps: Gaps, instance: str, bud
             outside = requests.select(~covered)
             _book(trace, ledger, outside, _phases_only(outside))
             anywhere = requests.select(covered) if covered.any() else None
-    guesses = []
-    for engine, span in spans.items():
-        requests = load_requests(trace, instance, engine, ledger.culprits)
-        covered = requests.covered(*span)
-        outside, requests = requests.select(~covered), requests.select(covered)
-        _book(trace, ledger, outside, _phases_only(outside))
-        steps = load_steps(trace, instance, engine)
-        prefills = requests.prefills(steps)
-        if anywhere is not None:
-            prefills = _together(prefills, anywhere.prefills(steps, 1 / len(spans)))
-        time = EngineTime(steps, prefills, len(ledger.culprits), budget)
-        ledger.times[instance, engine] = time
-        ledger.engines.append(_about(time, instance, engine, ledger.window_ns))
-        own = int(requests.inside(steps).sum())
-        _book(trace, ledger, requests, _bookings(time, requests, time.weight[:own], gaps))
-        if anywhere is not None:
-            guesses.append(_bookings(time, anywhere, time.weight[own:], gaps, len(spans)))
+    guesses: list[list[Booking]] = []
+    alone = [list(spans)] if spans else []
+    for group in groups(load_ends(trace, instance, spans)) if len(spans) > 1 else alone:
+        mine: dict[int | None, Requests] = {}
+        for engine in group:
+            requests = load_requests(trace, instance, engine, ledger.culprits)
+            covered = requests.covered(*spans[engine])
+            outside, mine[engine] = requests.select(~covered), requests.select(covered)
+            _book(trace, ledger, outside, _phases_only(outside))
+        for engine, time in _times(trace, ledger, instance, mine, anywhere, len(spans), budget):
+            requests = mine[engine]
+            own = int(requests.inside(time.steps).sum())
+            ledger.times[instance, engine] = time
+            ledger.engines.append(_about(time, instance, engine, ledger.window_ns))
+            _book(trace, ledger, requests, _bookings(time, requests, time.weight[:own], gaps))
+            if anywhere is not None:
+                guesses.append(_bookings(time, anywhere, time.weight[own:], gaps, len(spans)))
     if anywhere is not None:
         _book(trace, ledger, anywhere, mean_of(guesses))
         _bound(ledger, guesses)
+
+
+def _times(
+    trace: Trace,
+    ledger: Ledger,
+    instance: str,
+    requests: dict[int | None, Requests],
+    anywhere: Requests | None,
+    engines: int,
+    budget: float | None,
+) -> Iterator[tuple[int | None, EngineTime]]:
+    """The time of each engine of those that step together, which may be one, with its `requests`.
+
+    `anywhere`: requests that may have run on any of so many `engines` of the instance.
+    """
+    steps = [
+        load_steps(trace, instance, engine, _recompute_steps(requests[engine], anywhere))
+        for engine in requests
+    ]
+    if len(steps) > 1:
+        steps = one_timeline(steps)
+    prefills = []
+    for mine, own_steps in zip(requests.values(), steps, strict=True):
+        inside = mine.prefills(own_steps)
+        if anywhere is not None:
+            inside = _together(inside, anywhere.prefills(own_steps, 1 / engines))
+        prefills.append(inside)
+    culprits = len(ledger.culprits)
+    own = [OwnPrefill(s, p, culprits) for s, p in zip(steps, prefills, strict=True)]
+    work = Work.of(steps, own)
+    for i, engine in enumerate(requests):
+        yield engine, EngineTime(steps[i], prefills[i], culprits, budget, own[i], work, len(steps))
+
+
+def _recompute_steps(requests: Requests, anywhere: Requests | None) -> float:
+    """In how many of an engine's steps preempted requests can have been computed again; NaN if unknown."""
+    counts = [r.recompute_steps() for r in (requests, anywhere) if r is not None]
+    known = [count for count in counts if np.isfinite(count)]
+    return sum(known) if known else np.nan
 
 
 def _book(trace: Trace, ledger: Ledger, requests: Requests, bookings: list[Booking]) -> None:
@@ -146,6 +189,7 @@ def _bookings(time: EngineTime, r: Requests, weight: Floats, gaps: Gaps, engines
             for c, sums in enumerate(time.budget_by)
         },
         ("queue_budget", None): time.between(time.budget_by_nobody, queued, scheduled),
+        ("recompute", None): time.between(time.budget_by_recompute, queued, scheduled),
         **by_holder("queue_kv", time.between(time.blocked["kv"], queued, scheduled), held(queued, scheduled)),
         **by_holder(
             "queue_slots", time.between(time.blocked["slots"], queued, scheduled), held(queued, scheduled)
@@ -154,8 +198,12 @@ def _bookings(time: EngineTime, r: Requests, weight: Floats, gaps: Gaps, engines
     own = np.zeros(len(r.rid))
     own[r.inside(time.steps)] = weight
     own *= time.between(time.own_rate, scheduled, first)
+    # What is spread over engines that step together is on each of them a part of all that was computed.
+    there = own * min(engines, time.engines)
     prefilling: Parts = {
-        key: seconds if key[1] is None else np.maximum(seconds - np.where(r.culprit == key[1], own, 0.0), 0.0)
+        key: seconds
+        if key[1] is None
+        else np.maximum(seconds - np.where(r.culprit == key[1], there, 0.0), 0.0)
         for key, seconds in _others_prefill("others_prefill_in_prefill", time, scheduled, first).items()
     }
     prefilling |= _lost(time, scheduled, first)
@@ -178,8 +226,13 @@ def _bookings(time: EngineTime, r: Requests, weight: Floats, gaps: Gaps, engines
 
 
 def _losses(time: EngineTime) -> dict[str, Floats]:
-    """Step time that is no work of the engine's."""
-    return {"straggler_wait": time.straggler_wait, "slow_transfer": time.slow_transfer, "pause": time.pause}
+    """Step time that is no work the engine was asked for."""
+    return {
+        "straggler_wait": time.straggler_wait,
+        "slow_transfer": time.slow_transfer,
+        "pause": time.pause,
+        "recompute": time.recompute,
+    }
 
 
 def _lost(time: EngineTime, start: Place, end: Place) -> Parts:

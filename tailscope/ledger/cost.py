@@ -16,8 +16,11 @@ MIN_FIT_STEPS = 30
 HUBER = 1.345
 ROUNDS = 25
 
-BASE_FEATURES = ("step", "decode_requests", "kv_usage", "extra_decode_tokens")
-PREFILL_FEATURES = ("prefill_requests", "prefill_tokens", "prefill_attention")
+#: A model that is off by more than half of most steps knows nothing.
+USABLE_ERROR = 0.5
+#: Steps shorter than this share of the usual one weigh no more than it: what remains of a step after all that is
+#: known otherwise may be nothing.
+SHORT = 0.5
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,9 @@ class CostModel:
     """Seconds a step takes: base (what it costs without prefill) + prefill.
 
     `spread` is the factor by which 95 % of the fitted steps stay below the model's multiple; a longer step
-    has a cause the model does not know. `error` is the median relative error, `explained` the share of all
-    step time the model accounts for, `steps` how many were fitted.
+    has a cause the model does not know. `error` is the median error, as a share of the measured or the modelled
+    duration, whichever is longer; `explained` the share of all step time the model accounts for, `steps` how many
+    were fitted.
     """
 
     base: Floats
@@ -36,13 +40,20 @@ class CostModel:
     explained: float
     steps: int
 
+    @property
+    def usable(self) -> bool:
+        return self.error <= USABLE_ERROR
+
     def split(
         self, base_features: Floats, prefill_features: Floats, tile: Floats
     ) -> tuple[Floats, Floats, Floats]:
         """Each step's measured duration as (base, prefill, unexplained), summing to it exactly.
 
-        Inside the model's usual spread the step's noise is shared in proportion; what lies beyond is unexplained.
+        Inside the model's usual spread the step's noise is shared in proportion; what lies beyond is unexplained, and
+        all of it where the model fits badly.
         """
+        if not self.usable:
+            return np.zeros(len(tile)), np.zeros(len(tile)), np.maximum(tile, 0.0)
         base, prefill = base_features @ self.base, prefill_features @ self.prefill
         modelled = base + prefill
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -54,8 +65,8 @@ class CostModel:
 def fit(base_features: Floats, prefill_features: Floats, tile: Floats) -> CostModel | None:
     """Fit by non-negative least squares with Huber weights, iterated (Huber 1981; Lawson & Hanson 1974).
 
-    Residuals are scaled by the root of the duration, so that long steps count, but not as their square.
-    None below MIN_FIT_STEPS steps.
+    Residuals are scaled by the root of the duration, so that long steps count, but not as their square. The second
+    column of `prefill_features` is 0 in a step without prefill. None below MIN_FIT_STEPS steps.
     """
     usable = np.flatnonzero(tile > 0)
     if len(usable) < MIN_FIT_STEPS:
@@ -67,7 +78,7 @@ def fit(base_features: Floats, prefill_features: Floats, tile: Floats) -> CostMo
     # Columns of one size: nnls stops on an absolute tolerance.
     size = np.maximum(np.abs(features).max(axis=0), 1e-12)
     scaled = features / size
-    root = 1 / np.sqrt(y)
+    root = 1 / np.sqrt(np.maximum(y, SHORT * np.median(y)))
     weight = root.copy()
     coefficients = np.zeros(features.shape[1])
     for _ in range(ROUNDS):
@@ -90,7 +101,7 @@ def fit(base_features: Floats, prefill_features: Floats, tile: Floats) -> CostMo
         base=coefficients[:split],
         prefill=coefficients[split:],
         spread=spread,
-        error=float(np.median(np.abs(ratio - 1))),
+        error=float(np.median(np.abs(y - modelled) / np.maximum(y, modelled))),
         explained=float(np.minimum(y, modelled * spread).sum() / y.sum()),
         steps=len(chosen),
     )

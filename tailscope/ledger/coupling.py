@@ -116,7 +116,7 @@ def _test(trace: Trace, victim: dict[str, Any], culprit: dict[str, Any]) -> Coup
         victim=victim["klass"],
         culprit=culprit["klass"],
         n=len(times),
-        n_eff=stats.effective_samples((ttft > np.median(ttft)).astype(np.float64), times),
+        n_eff=stats.uncorrelated((ttft > np.median(ttft)).astype(np.float64), times),
         size_ratio=culprit["size"] / victim["size"],
         culprit_requests=culprit["n"],
         coupled=int(coupled.sum()) if with_steps else None,

@@ -5,20 +5,25 @@ All sums are in seconds. Steps are tiled without overlap; time in no tile is idl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tailscope.ledger.cost import CostModel, fit
+from tailscope.ledger.cost import MIN_FIT_STEPS, CostModel, fit
 from tailscope.stats import Floats, Ints
 
 #: Steps whose KV cache is at least this full cannot admit a request of ordinary size.
 KV_FULL = 0.9
+#: From here on one as large as nearly all of the cache does not fit.
+KV_PARTLY = 0.1
 #: Share of the token budget from which a step counts as having used it up: block and chunk rounding.
 BUDGET_FULL = 0.95
 #: Below this many tokens in the largest step the budget was never met, so it cannot be read off the steps.
 MIN_BUDGET = 512
+#: Least share of a step that must be left, after what its ranks lost, for it to count in the fit of the cost model.
+LEFT = 0.1
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,10 @@ class Steps:
     late_ns: Floats
     slow_ns: Floats
     paused: Floats
+    #: Tokens computed again after a preemption, whatever kind of tokens the engine counts them as.
+    recompute_tokens: Floats
+    #: How many of the engine's own steps each is: 1, or 0 where it only ran along with others.
+    own: Floats
 
 
 @dataclass(frozen=True)
@@ -69,20 +78,18 @@ class Place:
         return self.index + (self.share >= 0.5)
 
 
-class EngineTime:
-    """Prefix sums over an engine's steps. `culprits` is the number of classes that can be blamed.
+class OwnPrefill:
+    """What an engine's requests account for of the prefill in each of its steps.
 
     A request's computed prompt tokens are spread over the steps of its prefill in proportion to the steps'
     prefill tokens; that gives each step's prefill by class, and the length of the context its tokens attend to,
     without knowing who was in which step. Tokens no known request accounts for belong to nobody.
     """
 
-    def __init__(self, steps: Steps, prefills: Prefills, culprits: int, budget: float | None) -> None:
-        self.steps = steps
-        n = len(steps.start_ns)
-        tile = (steps.end_ns - steps.start_ns) / 1e9
-        tokens = steps.prefill_tokens
-        self._token_sum = _prefix(tokens)
+    def __init__(self, steps: Steps, prefills: Prefills, culprits: int) -> None:
+        self.tokens = steps.prefill_tokens
+        self._token_sum = _prefix(self.tokens)
+        n = len(self.tokens)
         first = np.minimum(Place(steps, prefills.scheduled_ns).boundary(), n - 1)
         beyond = np.clip(Place(steps, prefills.first_token_ns).boundary(), first + 1, n)
         inside = self._token_sum[beyond] - self._token_sum[first]
@@ -90,45 +97,135 @@ class EngineTime:
             #: Share of its window's prefill tokens that is each request's own.
             self.weight = np.where(inside > 0, np.minimum(1.0, prefills.computed_tokens / inside), 0.0)
         self.weight = np.nan_to_num(self.weight)
-        by_class = [
+        #: Share of each step's prefill tokens that is each class's, and all classes'.
+        self.by_class = [
             _active(first[mine], beyond[mine], self.weight[mine], n)
             for mine in (prefills.culprit == c for c in range(culprits))
         ]
-        known = np.maximum(np.sum(by_class, axis=0) if by_class else np.zeros(n), 0.0)
-        attention = self._attention(prefills, first, beyond, known)
-        base_features = np.column_stack(
-            [
-                np.ones(n),
-                steps.decode_requests,
-                np.nan_to_num(steps.kv_usage),
-                np.maximum(steps.decode_tokens - steps.decode_requests, 0),
-            ]
-        )
-        prefill_features = np.column_stack([steps.prefill_requests, tokens, attention])
-        late, slow = _within(tile, np.nan_to_num(steps.late_ns) / 1e9, np.nan_to_num(steps.slow_ns) / 1e9)
-        # What the ranks lost to each other is measured, and no cost of the batch.
-        without = tile - late - slow
-        self.cost: CostModel | None = fit(base_features, prefill_features, without)
-        if self.cost is None:
-            base, prefill, unexplained = np.zeros(n), np.zeros(n), without
+        self.known = np.maximum(np.sum(self.by_class, axis=0) if self.by_class else np.zeros(n), 0.0)
+        self.attention = self._attention(prefills, first, beyond)
+
+    def _attention(self, prefills: Prefills, first: NDArray[np.intp], beyond: NDArray[np.intp]) -> Floats:
+        """Per step, the sum over its prefill tokens of the context they attend to, in token^2.
+
+        Request r has in step k w_r P_k tokens, after cached_r + w_r (F_k - F_first) others, F the prefix
+        sum of prefill tokens: linear in F_k, so two prefix sums over all requests give it.
+        """
+        tokens = self.tokens
+        n = len(tokens)
+        w, cached = self.weight, np.nan_to_num(prefills.cached_tokens)
+        constant = _active(first, beyond, w * cached - w * w * self._token_sum[first], n)
+        slope = _active(first, beyond, w * w, n)
+        middle = self._token_sum[:-1] + tokens / 2
+        nobody = np.maximum(0.0, 1.0 - self.known) * tokens / 2
+        return np.asarray(np.maximum(0.0, tokens * (constant + slope * middle + nobody)))
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the engines that step together compute in each step, one engine or several.
+
+    Features of the cost model; prefill tokens and those computed again after a preemption, whose cost is prefill's;
+    the classes' shares of the prefill tokens, and the sum of these shares. `uneven`: by how much the prefill features
+    of the engine with most exceed those of the one with least.
+    """
+
+    base_features: Floats
+    prefill_features: Floats
+    prefill_tokens: Floats
+    recompute_tokens: Floats
+    by_class: list[Floats]
+    known: Floats
+    uneven: Floats | None
+
+    @staticmethod
+    def of(engines: Sequence[Steps], own: Sequence[OwnPrefill]) -> Work:
+        """The work of engines whose k-th steps are one."""
+        prefill = np.sum([s.prefill_tokens for s in engines], axis=0)
+        again = np.sum([s.recompute_tokens for s in engines], axis=0)
+        base_features, prefill_features, uneven = _features(engines, own)
+        if len(engines) == 1:
+            by_class, known = own[0].by_class, own[0].known
         else:
-            base, prefill, unexplained = self.cost.split(base_features, prefill_features, without)
+            share = [s.prefill_tokens / np.maximum(prefill, 1.0) for s in engines]
+            by_class = [
+                np.sum([part * o.by_class[c] for part, o in zip(share, own, strict=True)], axis=0)
+                for c in range(len(own[0].by_class))
+            ]
+            known = np.sum([part * o.known for part, o in zip(share, own, strict=True)], axis=0)
+        return Work(base_features, prefill_features, prefill, again, by_class, known, uneven)
+
+
+def _features(engines: Sequence[Steps], own: Sequence[OwnPrefill]) -> tuple[Floats, Floats, Floats | None]:
+    """Columns of the cost model. Engines that step together wait for the one with most to do, and what they share
+    takes as long as all of it: of each amount the largest, and of requests and tokens the sum as well."""
+    base, prefill = [], []
+    for steps, part in zip(engines, own, strict=True):
+        again = steps.recompute_tokens
+        drafts = np.maximum(steps.decode_tokens - steps.decode_requests - again, 0)
+        base.append([steps.decode_requests, np.nan_to_num(steps.kv_usage), drafts])
+        # What is computed again begins at its first token.
+        attention = part.attention + again * again / 2
+        prefill.append([steps.prefill_requests + (again > 0), steps.prefill_tokens + again, attention])
+    ones = [np.ones(len(engines[0].start_ns))]
+    if len(engines) == 1:
+        return np.column_stack(ones + base[0]), np.column_stack(prefill[0]), None
+    base_columns = [*ones, *np.max(base, axis=0), np.sum([b[0] for b in base], axis=0)]
+    most = np.max(prefill, axis=0)
+    prefill_columns = [*most, np.sum([p[1] for p in prefill], axis=0)]
+    uneven = np.column_stack([*(most - np.min(prefill, axis=0)), np.zeros(len(ones[0]))])
+    return np.column_stack(base_columns), np.column_stack(prefill_columns), uneven
+
+
+class EngineTime:
+    """Prefix sums over an engine's steps. `culprits` is the number of classes that can be blamed.
+
+    `own` is the prefill of its own requests, `work` what was computed in its steps: by it alone, or by `engines` of
+    them that step together.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        prefills: Prefills,
+        culprits: int,
+        budget: float | None,
+        own: OwnPrefill,
+        work: Work,
+        engines: int = 1,
+    ) -> None:
+        self.steps, self.weight, self.engines = steps, own.weight, engines
+        n = len(steps.start_ns)
+        tile = (steps.end_ns - steps.start_ns) / 1e9
+        late, slow = _within(tile, np.nan_to_num(steps.late_ns) / 1e9, np.nan_to_num(steps.slow_ns) / 1e9)
+        late = late - np.minimum(late, _uneven(work, tile, late + slow))
+        # What the ranks lost to each other is measured, and no cost of the batch.
+        without = np.maximum(tile - late - slow, 0.0)
+        # A step of which hardly anything is left does not say what its batch costs.
+        told = np.where(without >= LEFT * tile, without, 0.0)
+        self.cost: CostModel | None = fit(work.base_features, work.prefill_features, told)
+        if self.cost is None:
+            base, computed, unexplained = np.zeros(n), np.zeros(n), without
+        else:
+            base, computed, unexplained = self.cost.split(work.base_features, work.prefill_features, without)
+        prefill = computed * _share_of(work.prefill_tokens, work.recompute_tokens)
         paused = np.where(np.nan_to_num(steps.paused) > 0, unexplained, 0.0)
-        unexplained = unexplained - paused
-        rate = prefill / np.maximum(known, 1.0)
-        self.busy, self.base, self.unexplained = _prefix(tile), _prefix(base), _prefix(unexplained)
+        self.busy, self.base, self.unexplained = _prefix(tile), _prefix(base), _prefix(unexplained - paused)
         self.straggler_wait, self.slow_transfer, self.pause = _prefix(late), _prefix(slow), _prefix(paused)
+        self.recompute = _prefix(computed - prefill)
+        rate = prefill / np.maximum(work.known, 1.0)
         #: Prefill time a request causes per unit of its weight.
-        self.own_rate = _prefix(rate)
-        self.prefill_by = [_prefix(rate * share) for share in by_class]
+        self.own_rate = _prefix(
+            rate
+            if engines == 1
+            else rate * _share_of(steps.prefill_tokens, work.prefill_tokens - steps.prefill_tokens)
+        )
+        self.prefill_by = [_prefix(rate * share) for share in work.by_class]
         #: Prefill of requests nobody saw finish: client aborts leave no span.
-        self.prefill_by_nobody = _prefix(rate * np.maximum(0.0, 1.0 - known))
-        self.count = _prefix(np.ones(n))
-        blocked = self._blocked(budget)
-        self.blocked = {name: _prefix(tile * mask) for name, mask in blocked.items()}
-        budget_rate = tile * blocked["budget"] / np.maximum(known, 1.0)
-        self.budget_by = [_prefix(budget_rate * share) for share in by_class]
-        self.budget_by_nobody = _prefix(budget_rate * np.maximum(0.0, 1.0 - known))
+        self.prefill_by_nobody = _prefix(rate * np.maximum(0.0, 1.0 - work.known))
+        #: Its own steps: those in which it only ran along with others are none.
+        self.count = _prefix(steps.own)
+        self._block(budget, own, tile)
         held = self._held(prefills, culprits)
         total = np.maximum(np.sum(held, axis=0) if held else np.zeros(n), 1e-9)
         self.held_by = [_prefix(tile * share / total) for share in held]
@@ -146,22 +243,16 @@ class EngineTime:
         worst = np.argsort(-unexplained, kind="stable")[:count]
         return [(int(k), float(unexplained[k])) for k in worst]
 
-    def _attention(
-        self, prefills: Prefills, first: NDArray[np.intp], beyond: NDArray[np.intp], known: Floats
-    ) -> Floats:
-        """Per step, the sum over its prefill tokens of the context they attend to, in token^2.
-
-        Request r has in step k w_r P_k tokens, after cached_r + w_r (F_k - F_first) others, F the prefix
-        sum of prefill tokens: linear in F_k, so two prefix sums over all requests give it.
-        """
-        tokens = self.steps.prefill_tokens
-        n = len(tokens)
-        w, cached = self.weight, np.nan_to_num(prefills.cached_tokens)
-        constant = _active(first, beyond, w * cached - w * w * self._token_sum[first], n)
-        slope = _active(first, beyond, w * w, n)
-        middle = self._token_sum[:-1] + tokens / 2
-        nobody = np.maximum(0.0, 1.0 - known) * tokens / 2
-        return np.asarray(np.maximum(0.0, tokens * (constant + slope * middle + nobody)))
+    def _block(self, budget: float | None, own: OwnPrefill, tile: Floats) -> None:
+        """What kept waiting requests out of each step; a used-up budget by the class that used it."""
+        steps = self.steps
+        blocked = self._blocked(budget)
+        self.blocked = {name: _prefix(tile * mask) for name, mask in blocked.items()}
+        rate = tile * blocked["budget"] * _share_of(steps.prefill_tokens, steps.recompute_tokens)
+        by_known = rate / np.maximum(own.known, 1.0)
+        self.budget_by = [_prefix(by_known * share) for share in own.by_class]
+        self.budget_by_nobody = _prefix(by_known * np.maximum(0.0, 1.0 - own.known))
+        self.budget_by_recompute = _prefix(tile * blocked["budget"] - rate)
 
     def _blocked(self, budget: float | None) -> dict[str, Floats]:
         """For each step, what kept a waiting request out: budget, kv, slots, as 0/1."""
@@ -169,11 +260,21 @@ class EngineTime:
         tokens = steps.prefill_tokens + steps.decode_tokens
         largest = float(tokens.max(initial=0.0))
         budget = budget or (largest if largest >= MIN_BUDGET else np.inf)
-        by_budget = (tokens >= BUDGET_FULL * budget) & (steps.prefill_tokens > 0)
+        by_budget = (tokens >= BUDGET_FULL * budget) & (steps.prefill_tokens + steps.recompute_tokens > 0)
         by_kv = ~by_budget & (np.nan_to_num(steps.kv_usage) >= KV_FULL)
         most = np.nanmax(steps.running) if np.isfinite(steps.running).any() else np.inf
-        by_slots = ~by_budget & ~by_kv & (steps.running >= most) & (np.nan_to_num(steps.waiting) > 0)
+        waits = np.nan_to_num(steps.waiting) > 0
+        by_slots = ~by_budget & ~by_kv & (steps.running >= most) & waits
+        by_kv |= ~by_budget & ~by_slots & self._head_too_big(waits)
         return {"budget": by_budget.astype(float), "kv": by_kv.astype(float), "slots": by_slots.astype(float)}
+
+    def _head_too_big(self, waits: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Steps after which somebody still waited, and after which nobody was admitted: with budget and slots left, the
+        head of the queue does not fit the cache. Who came in the step may be too late for a batch made ahead."""
+        steps = self.steps
+        still = waits & np.append(False, waits[:-1])
+        nobody = np.append(steps.prefill_tokens[1:] + steps.recompute_tokens[1:] == 0, False)
+        return np.asarray(still & nobody & (np.nan_to_num(steps.kv_usage) >= KV_PARTLY))
 
     def _held(self, prefills: Prefills, culprits: int) -> list[Floats]:
         """For each class, the KV tokens its running requests hold at each step: prompt and half their output."""
@@ -191,6 +292,24 @@ def _within(tile: Floats, *parts: Floats) -> list[Floats]:
     """Parts of each step that together are no longer than it."""
     total = np.maximum(np.sum(parts, axis=0), 1e-12)
     return [part * np.minimum(1.0, tile / total) for part in parts]
+
+
+def _uneven(work: Work, tile: Floats, lost: Floats) -> Floats:
+    """How long the ranks of an engine without prefill wait in each step for those of one that has some: the ranks'
+    profiles show the latter late, but they are not slow."""
+    nothing = np.zeros(len(tile))
+    if work.uneven is None or not lost.any():
+        return nothing
+    # Where nothing is known to be lost the model learns what prefill takes; else from what is left.
+    calm = np.where(lost == 0, tile, 0.0)
+    enough = np.count_nonzero(calm[work.prefill_features[:, 1] > 0]) >= MIN_FIT_STEPS
+    model = fit(work.base_features, work.prefill_features, calm if enough else np.maximum(tile - lost, 0.0))
+    return nothing if model is None or not model.usable else np.asarray(work.uneven @ model.prefill)
+
+
+def _share_of(part: Floats, rest: Floats) -> Floats:
+    """The share that `part` is of both; all of it where there is no rest."""
+    return np.asarray(np.where(rest > 0, part / np.maximum(part + rest, 1e-12), 1.0))
 
 
 def _prefix(values: Floats) -> Floats:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailscope.ledger.engine_time import Prefills, Steps
+from tailscope.ledger.recompute import recomputed, steps_of_preemptions
 from tailscope.stats import Floats, Ints
 from tailscope.store import Trace
 
@@ -64,6 +65,11 @@ class Requests:
         within = (first_token > steps.start_ns[0]) & (scheduled < steps.end_ns[-1])
         return np.asarray(within & np.isfinite(self.prompt_tokens))
 
+    def recompute_steps(self) -> float:
+        """In how many steps those of them that were preempted can have been computed again; NaN if unknown."""
+        tokens = self.prompt_tokens + np.nan_to_num(self.output_tokens)
+        return steps_of_preemptions(self.preemptions, tokens)
+
     def prefills(self, steps: Steps, share: float = 1.0) -> Prefills:
         """The prefills inside the steps' time; `share` of each is expected to have run on this engine."""
         chosen = self.inside(steps)
@@ -109,11 +115,21 @@ def load_requests(trace: Trace, instance: str, engine: int | None, culprits: tup
     return Requests(**arrays, culprit=of_name[inverse] if len(names) else np.empty(0, dtype=np.intp))
 
 
-def load_steps(trace: Trace, instance: str, engine: int | None) -> Steps:
+def load_steps(
+    trace: Trace, instance: str, engine: int | None, most_recompute_steps: float = np.nan
+) -> Steps:
+    """An engine's steps. `most_recompute_steps`: in how many of them preempted requests can have been computed again."""
+    told = "NULL AS told", ""
+    if trace.connection.execute("SELECT 1 FROM told_recompute LIMIT 1").fetchall():
+        told = (
+            "t.tokens AS told",
+            "LEFT JOIN told_recompute t ON t.instance = s.instance AND t.engine IS NOT DISTINCT FROM s.engine "
+            "AND t.end_ns = s.end_ns ",
+        )
     columns = trace.connection.execute(
         "SELECT s.start_ns, s.end_ns, prefill_requests, prefill_tokens, decode_requests, decode_tokens, running, waiting, "
-        "kv_usage, late_ns, slow_ns, CASE WHEN p.k IS NULL THEN 0 ELSE 1 END AS paused "
-        "FROM steps s LEFT JOIN step_evidence e ON e.k = s.k LEFT JOIN pauses p ON p.k = s.k "
+        f"kv_usage, late_ns, slow_ns, CASE WHEN p.k IS NULL THEN 0 ELSE 1 END AS paused, s.preempted, {told[0]} "
+        f"FROM steps s LEFT JOIN step_evidence e ON e.k = s.k LEFT JOIN pauses p ON p.k = s.k {told[1]}"
         "WHERE s.instance = $instance AND s.engine IS NOT DISTINCT FROM $engine ORDER BY s.k",
         {"instance": instance, "engine": engine},
     ).fetchnumpy()
@@ -121,7 +137,14 @@ def load_steps(trace: Trace, instance: str, engine: int | None) -> Steps:
         name: np.asarray(columns.pop(name), np.int64) for name in ("start_ns", "end_ns")
     }
     arrays |= {name: _floats(values) for name, values in columns.items()}
-    return Steps(**arrays)
+    again = recomputed(
+        arrays["decode_requests"],
+        arrays["decode_tokens"],
+        arrays.pop("preempted"),
+        arrays.pop("told"),
+        most_recompute_steps,
+    )
+    return Steps(**arrays, recompute_tokens=again, own=np.ones(len(again)))
 
 
 def _floats(values: Any) -> Floats:

@@ -152,8 +152,7 @@ ROOMY = {"engine": {"kv_blocks": 200_000}}
 def short_of_cache(one: Scenario, share: float) -> Scenario:
     """The world with so small a KV cache that for `share` of the time more would be held than fits."""
     roomy = replace(one, engine=replace(one.engine, kv_blocks=ROOMY["engine"]["kv_blocks"]))
-    [played] = simulate(roomy).engines
-    steps = played.steps
+    steps = simulate(roomy).engines[0].steps
     held = steps.kv_usage * (roomy.engine.kv_blocks - 1)
     order = np.argsort(held)
     over = 1 - np.cumsum((steps.end_s - steps.start_s)[order]) / (steps.end_s - steps.start_s).sum()
@@ -221,6 +220,19 @@ def coupling_and_squeeze(rng: Rng, strength: float) -> Scenario:
 def coupling_and_straggler(rng: Rng, strength: float) -> Scenario:
     one = straggling(rng, strength)
     return replace(one, loads=(*one.loads, long_prompts(rng, 2 * strength)), causes=(COUPLED, *one.causes))
+
+
+def squeeze_and_straggler(rng: Rng, strength: float) -> Scenario:
+    parts = ranked(rng)
+    made = parts["engine"]
+    assert isinstance(made, Engine)
+    parts["engine"] = replace(made, max_model_len=1_408)
+    load = chat(rng, uniform(rng, 4, 9), output_tokens=Sizes(uniform(rng, 250, 450), 0.4, 50, 900))
+    one = short_of_cache(world(rng, load, **parts), 0.05)
+    fault = Fault("slow-rank", "slow", rank=1, factor=1 + strength)
+    storm = Cause("preemption-storm", None, ("<512",), ROOMY)
+    late = Cause("straggler-rank", "rank:1", (), {"faults": ["slow"]})
+    return replace(one, faults=(fault,), causes=(storm, late))
 
 
 # -- decoys ------------------------------------------------------------------------------------
@@ -318,6 +330,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("straggler", "fault", straggling, "one rank slower, clocks of hosts apart", (0.1, 0.25, 0.6, 1.5)),
     Family("coupling + kv-squeeze", "pair", coupling_and_squeeze, "both at once", (1, 1.5)),
     Family("coupling + straggler", "pair", coupling_and_straggler, "both at once", (1, 2)),
+    Family("kv-squeeze + straggler", "pair", squeeze_and_straggler, "both at once", (0.5, 1.5)),
     Family("healthy", "decoy", healthy, "nothing wrong"),
     Family("common load", "decoy", common_load, "bursts of short and of long, cached prompts together"),
     Family("healthy preemptions", "decoy", healthy_preemptions, "a preemption or two that cost little"),

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 STORED, PAGE = ROOT / "docs" / "accuracy.json", ROOT / "docs" / "accuracy.md"
 
 #: Worlds a strength, as tables and as files, and null worlds a test.
-FULL = {"fault": (20, 6), "pair": (12, 10), "decoy": (40, 20)}
+FULL = {"fault": (16, 6), "pair": (10, 10), "decoy": (20, 20)}
 SHORT = {"fault": (2, 0), "pair": (1, 0), "decoy": (2, 1)}
 FULL_NULLS, SHORT_NULLS = 2_000, 40
 
