@@ -22,16 +22,15 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
         for r in rows
         if r["excess_s"] and r["excess_s"] > 0 and share(r) >= limits["share"] and felt(r, limits)
     ]
-    # Queueing for the cache alone is no storm, with a trace of recomputing beside it neither.
-    stalls = [r for r in hurt if r["preempted_s"] > 0 or r["recompute_s"] >= limits["share"] * r["excess_s"]]
-    if not stalls:
+    stalled = any(r["preempted_s"] > 0 or r["recompute_s"] >= limits["share"] * r["excess_s"] for r in hurt)
+    if not hurt or (not stalled and trace["preempted_requests"] < limits["queue_only"]):
         return Decision(
             "clear",
             f"{trace['preempted_requests']} of {trace['known_requests']} requests were preempted, "
             f"stalled for {trace['stalled_s'] or 0:.3g} s in all: too little to make a tail",
         )
     return Decision(
-        "found", f"{trace['preempted_requests']} requests preempted", tuple(findings(trace, hurt, stalls))
+        "found", f"{trace['preempted_requests']} requests preempted", tuple(findings(trace, hurt))
     )
 
 
@@ -78,10 +77,8 @@ def without_requests(trace: Mapping[str, Any]) -> Decision:
     )
 
 
-def findings(
-    trace: Mapping[str, Any], hurt: Sequence[Mapping[str, Any]], stalls: Sequence[Mapping[str, Any]]
-) -> list[Finding]:
-    worst = max(stalls, key=share)
+def findings(trace: Mapping[str, Any], hurt: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    worst = max(hurt, key=share)
     first, last = trace["squeeze_first_ns"] or trace["first_ns"], trace["squeeze_last_ns"] or trace["last_ns"]
     seconds = max((last - first) / 1e9, 1e-9)
     evidence = [
@@ -125,14 +122,15 @@ def findings(
                 {"counter_increase": trace["counter_increase"]},
             )
         )
-    victims = {r["klass"]: r for r in sorted(stalls, key=share)}
+    victims = {r["klass"]: r for r in sorted(hurt, key=share)}
     return [
         Finding(
             rule=RULE.name,
             status="found",
-            severity=severity_of(share(worst), any(r["slo_broken"] for r in stalls)),
+            severity=severity_of(share(worst), any(r["slo_broken"] for r in hurt)),
             basis="inferred",
-            title=f"KV cache ran out: {trace['preempted_requests']} requests were preempted and computed again",
+            title=f"KV cache ran out: {trace['preempted_requests']} requests were preempted and computed again"
+            + (" while others waited for it" if worst["queued_s"] > caused(worst) / 2 else ""),
             culprit=Party("class", trace["holder"], {"held": "most of the KV cache meanwhile"})
             if trace["holder"]
             else Party("engine", "scheduler"),
@@ -164,6 +162,12 @@ RULE = Rule(
         "scraped more than once"
     ),
     thresholds=(
+        Threshold(
+            "queue_only",
+            3,
+            "",
+            "Where a tail only queued for the cache, one or two preemptions meanwhile are no storm.",
+        ),
         Threshold("share", 0.1, "0-1", "A tenth of the excess: healthy preemption stays below it."),
         Threshold(
             "slowdown", 0.25, "x p50", "A tail slower by less than a quarter of the median is not felt."

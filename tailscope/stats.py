@@ -27,7 +27,11 @@ def effective_samples(values: Floats, times_ns: Ints) -> float:
     of a service that is never slow. For a quantile, pass whether each value exceeds it: that is what its variance
     depends on, and heavy tails do not matter.
     """
-    return max(1.0, min(uncorrelated(values, times_ns), len(values) / _bunching(times_ns))) if len(values) else 0.0
+    return (
+        max(1.0, min(uncorrelated(values, times_ns), len(values) / _bunching(times_ns)))
+        if len(values)
+        else 0.0
+    )
 
 
 def _bunching(times_ns: Ints) -> float:
@@ -176,7 +180,7 @@ def exposure_test(
 
     low, high = places(0)
     edges = np.bincount(low, minlength=len(twice) + 1) - np.bincount(high, minlength=len(twice) + 1)
-    exposed = np.cumsum(edges)[:-1].reshape(2, -1).any(axis=0)
+    exposed = np.asarray(np.cumsum(edges)[:-1].reshape(2, -1).any(axis=0), np.float64)
     count = int(exposed.sum())
     if count < 5 or len(values) - count < 5:
         return None
@@ -185,7 +189,7 @@ def exposure_test(
     def unexplained(of: Floats) -> Floats:
         return np.asarray(of - explained @ (explained.T @ of))
 
-    own = unexplained(exposed.astype(np.float64))
+    own = unexplained(exposed)
     if not own @ own > 1e-9 * count:
         return None  # the controls say who is exposed
     difference = float(own @ values / (own @ own))

@@ -106,9 +106,9 @@ def _write_instance(trace: Trace, ledger: Ledger, gaps: Gaps, instance: str, bud
             own = int(requests.inside(time.steps).sum())
             ledger.times[instance, engine] = time
             ledger.engines.append(_about(time, instance, engine, ledger.window_ns))
-            _book(trace, ledger, requests, _bookings(time, requests, time.weight[:own], gaps))
+            _book(trace, ledger, requests, _bookings(time, requests, slice(own), gaps))
             if anywhere is not None:
-                guesses.append(_bookings(time, anywhere, time.weight[own:], gaps, len(spans)))
+                guesses.append(_bookings(time, anywhere, slice(own, None), gaps, len(spans)))
     if anywhere is not None:
         _book(trace, ledger, anywhere, mean_of(guesses))
         _bound(ledger, guesses)
@@ -166,9 +166,9 @@ def _together(one: Prefills, other: Prefills) -> Prefills:
     )
 
 
-def _bookings(time: EngineTime, r: Requests, weight: Floats, gaps: Gaps, engines: int = 1) -> list[Booking]:
-    """The bill of requests on one engine. `weight`: of those inside the steps' time, each one's share of the prefill
-    in its window; `engines`: on how many it may have run."""
+def _bookings(time: EngineTime, r: Requests, mine: slice, gaps: Gaps, engines: int = 1) -> list[Booking]:
+    """The bill of requests on one engine. `mine`: those inside the steps' time among the engine's prefills; `engines`: on
+    how many they may have run."""
     wait, queue, prefill, decode = r.phases()
     instants = np.cumsum([r.arrival_ns, wait, queue, prefill, decode], axis=0)
     arrived, queued, scheduled, first, last = (Place(time.steps, instant) for instant in instants)
@@ -195,16 +195,22 @@ def _bookings(time: EngineTime, r: Requests, weight: Floats, gaps: Gaps, engines
             "queue_slots", time.between(time.blocked["slots"], queued, scheduled), held(queued, scheduled)
         ),
     }
+    inside, weight = r.inside(time.steps), time.weight[mine]
     own = np.zeros(len(r.rid))
-    own[r.inside(time.steps)] = weight
+    own[inside] = weight
     own *= time.between(time.own_rate, scheduled, first)
     # What is spread over engines that step together is on each of them a part of all that was computed.
-    there = own * min(engines, time.engines)
+    parts = min(engines, time.engines)
+    elsewhere = np.zeros((len(time.own_held_back), len(r.rid)))
+    elsewhere[:, inside] = [
+        np.where(r.culprit[inside] == c, 0.0, weight * h[mine]) for c, h in enumerate(time.own_held_back)
+    ]
+    at_home = own - np.minimum(elsewhere.sum(axis=0), own)
     prefilling: Parts = {
-        key: seconds
-        if key[1] is None
-        else np.maximum(seconds - np.where(r.culprit == key[1], there, 0.0), 0.0)
-        for key, seconds in _others_prefill("others_prefill_in_prefill", time, scheduled, first).items()
+        (name, c): seconds
+        if c is None
+        else np.maximum(seconds - parts * np.where(r.culprit == c, at_home, elsewhere[c]), 0.0)
+        for (name, c), seconds in _others_prefill("others_prefill_in_prefill", time, scheduled, first).items()
     }
     prefilling |= _lost(time, scheduled, first)
     prefilling["own_prefill", None] = time.between(time.base, scheduled, first) + own * engines

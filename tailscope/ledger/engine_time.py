@@ -103,6 +103,12 @@ class OwnPrefill:
             for mine in (prefills.culprit == c for c in range(culprits))
         ]
         self.known = np.maximum(np.sum(self.by_class, axis=0) if self.by_class else np.zeros(n), 0.0)
+        #: Of each class's share that of requests which begin in the step, and where each request does.
+        self.first = first
+        self.begun = [
+            np.asarray(np.bincount(first[mine], weights=self.weight[mine], minlength=n), np.float64)
+            for mine in (prefills.culprit == c for c in range(culprits))
+        ]
         self.attention = self._attention(prefills, first, beyond)
 
     def _attention(self, prefills: Prefills, first: NDArray[np.intp], beyond: NDArray[np.intp]) -> Floats:
@@ -126,7 +132,8 @@ class Work:
     """What the engines that step together compute in each step, one engine or several.
 
     Features of the cost model; prefill tokens and those computed again after a preemption, whose cost is prefill's;
-    the classes' shares of the prefill tokens, and the sum of these shares. `uneven`: by how much the prefill features
+    the classes' shares of the prefill tokens, the sum of these shares, and the shares of requests that begin in the
+    step. `uneven`: by how much the prefill features
     of the engine with most exceed those of the one with least.
     """
 
@@ -135,6 +142,7 @@ class Work:
     prefill_tokens: Floats
     recompute_tokens: Floats
     by_class: list[Floats]
+    begun: list[Floats]
     known: Floats
     uneven: Floats | None
 
@@ -145,15 +153,18 @@ class Work:
         again = np.sum([s.recompute_tokens for s in engines], axis=0)
         base_features, prefill_features, uneven = _features(engines, own)
         if len(engines) == 1:
-            by_class, known = own[0].by_class, own[0].known
+            by_class, begun, known = own[0].by_class, own[0].begun, own[0].known
         else:
             share = [s.prefill_tokens / np.maximum(prefill, 1.0) for s in engines]
-            by_class = [
-                np.sum([part * o.by_class[c] for part, o in zip(share, own, strict=True)], axis=0)
-                for c in range(len(own[0].by_class))
-            ]
-            known = np.sum([part * o.known for part, o in zip(share, own, strict=True)], axis=0)
-        return Work(base_features, prefill_features, prefill, again, by_class, known, uneven)
+
+            def together(parts: Sequence[Floats]) -> Floats:
+                return np.asarray(np.sum([a * b for a, b in zip(share, parts, strict=True)], axis=0))
+
+            classes = range(len(own[0].by_class))
+            by_class = [together([o.by_class[c] for o in own]) for c in classes]
+            begun = [together([o.begun[c] for o in own]) for c in classes]
+            known = together([o.known for o in own])
+        return Work(base_features, prefill_features, prefill, again, by_class, begun, known, uneven)
 
 
 def _features(engines: Sequence[Steps], own: Sequence[OwnPrefill]) -> tuple[Floats, Floats, Floats | None]:
@@ -214,13 +225,17 @@ class EngineTime:
         self.straggler_wait, self.slow_transfer, self.pause = _prefix(late), _prefix(slow), _prefix(paused)
         self.recompute = _prefix(computed - prefill)
         rate = prefill / np.maximum(work.known, 1.0)
+        own_rate = rate
+        if engines > 1:
+            own_rate = rate * _share_of(steps.prefill_tokens, work.prefill_tokens - steps.prefill_tokens)
         #: Prefill time a request causes per unit of its weight.
-        self.own_rate = _prefix(
-            rate
-            if engines == 1
-            else rate * _share_of(steps.prefill_tokens, work.prefill_tokens - steps.prefill_tokens)
-        )
-        self.prefill_by = [_prefix(rate * share) for share in work.by_class]
+        self.own_rate = _prefix(own_rate)
+        direct, begun = ([rate * share for share in shares] for shares in (work.by_class, work.begun))
+        held_back = _held_back(direct, begun, tile, steps)
+        caused = [d + g for d, g in zip(direct, _given(begun, held_back), strict=True)]
+        self.prefill_by = [_prefix(part) for part in caused]
+        #: What of a request's own prefill counts as each class's, per unit of its weight, at the step it begins in.
+        self.own_held_back = [own_rate[own.first] * share[own.first] for share in held_back]
         #: Prefill of requests nobody saw finish: client aborts leave no span.
         self.prefill_by_nobody = _prefix(rate * np.maximum(0.0, 1.0 - work.known))
         #: Its own steps: those in which it only ran along with others are none.
@@ -305,6 +320,49 @@ def _uneven(work: Work, tile: Floats, lost: Floats) -> Floats:
     enough = np.count_nonzero(calm[work.prefill_features[:, 1] > 0]) >= MIN_FIT_STEPS
     model = fit(work.base_features, work.prefill_features, calm if enough else np.maximum(tile - lost, 0.0))
     return nothing if model is None or not model.usable else np.asarray(work.uneven @ model.prefill)
+
+
+#: How many steps on what a step held back is followed: each passes on a part of what it got.
+FOLLOWED = 4
+
+
+def _held_back(direct: list[Floats], begun: list[Floats], tile: Floats, steps: Steps) -> list[Floats]:
+    """By class: the share of the requests that begin in each step which begin there, together, because of it.
+
+    What comes while a step runs is prefilled together after it, or with a batch made ahead in the step after that. Where a
+    class's prefill made these steps longer, so much more came together, and that part of the next prefill is as much its
+    doing as its own.
+    """
+    if len(direct) < 2:
+        return [np.zeros(len(tile)) for _ in direct]
+    follows = np.append(False, steps.start_ns[1:] == steps.end_ns[:-1])
+    one, two = _later(tile, follows, 1), _later(tile, follows, 2)
+
+    def share(caused: Floats) -> Floats:
+        before = _later(caused, follows, 1) + _later(caused, follows, 2)
+        return np.minimum(before / np.maximum(one + two, 1e-9), 1.0)
+
+    shares = [share(part) for part in direct]
+    for _ in range(FOLLOWED):
+        given = _given(begun, shares)
+        shares = [share(np.maximum(d + g, 0.0)) for d, g in zip(direct, given, strict=True)]
+    return shares
+
+
+def _later(values: Floats, follows: NDArray[np.bool_], by: int) -> Floats:
+    """The values `by` steps before each; 0 beyond an idle time, over which nothing is passed on."""
+    for _ in range(by):
+        values = np.where(follows, np.append(0.0, values[:-1]), 0.0)
+    return values
+
+
+def _given(begun: list[Floats], shares: list[Floats]) -> list[Floats]:
+    """What each class's prefill changes by when those of other classes that begin late because of it count as its."""
+    everyone, every_share = np.sum(begun, axis=0), np.sum(shares, axis=0)
+    return [
+        (everyone - mine) * share - mine * (every_share - share)
+        for mine, share in zip(begun, shares, strict=True)
+    ]
 
 
 def _share_of(part: Floats, rest: Floats) -> Floats:

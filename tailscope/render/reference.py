@@ -102,7 +102,9 @@ def scenarios_page() -> str:
         "Not simulated: speculative decoding, LoRA, multimodal input, pipeline parallelism, KV offload to a second tier, and "
         "the slowing down that a profiler itself causes. A client's whole answer is its plan: there is no early stop.\n",
     ]
-    top = [f for f in fields(scenario.Scenario) if f.name in ("name", "seed", "duration_s", "model", "tolerated")]
+    top = [
+        f for f in fields(scenario.Scenario) if f.name in ("name", "seed", "duration_s", "model", "tolerated")
+    ]
     parts.append("## Top level\n\n" + _keys(scenario.Scenario, top))
     for title, table in SCENARIO_TABLES.items():
         text = inspect.cleandoc(table.__doc__ or "")
