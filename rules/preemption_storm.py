@@ -61,6 +61,9 @@ def spent(row: Mapping[str, Any]) -> str:
 
 
 def felt(row: Mapping[str, Any], limits: Mapping[str, float]) -> bool:
+    """Whether the cache cost the tail a noticeable part of the median, and not just a handful of requests."""
+    if row["hit"] is not None and row["hit"] < limits["hit"] * row["n"]:
+        return False
     return bool(caused(row) >= limits["slowdown"] * (row["p50_s"] or 0.0))
 
 
@@ -162,6 +165,7 @@ RULE = Rule(
         "scraped more than once"
     ),
     thresholds=(
+        Threshold("hit", 0.01, "0-1", "What hits fewer than one in a hundred requests moves no p99."),
         Threshold(
             "queue_only",
             3,

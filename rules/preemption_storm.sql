@@ -30,6 +30,18 @@ holders AS (
     SELECT culprit AS holder, sum(ns) / 1e9 AS held_s FROM bill_lines
     WHERE component = 'preempted' AND culprit IS NOT NULL GROUP BY culprit ORDER BY held_s DESC, culprit LIMIT 1
 ),
+-- Requests that the cache cost more than a noticeable part of their class's median, by metric. Token gaps are not requests.
+kv_time AS (
+    SELECT l.id, sum(ns) / 1e9 AS whole_s, coalesce(sum(ns) FILTER (WHERE place <> 'decode'), 0) / 1e9 AS before_s
+    FROM bill_lines l WHERE component IN ('preempted', 'recompute', 'queue_kv') GROUP BY l.id
+),
+hits AS (
+    SELECT k.klass, k.metric, count(*) AS hit
+    FROM class_rows k JOIN joined j ON j.klass = k.klass JOIN kv_time t ON t.id = j.rid
+    WHERE CASE k.metric WHEN 'TTFT' THEN t.before_s WHEN 'E2E' THEN t.whole_s
+                        WHEN 'TPOT' THEN (t.whole_s - t.before_s) / greatest(j.output_tokens - 1, 1) END >= $slowdown * k.p50_s
+    GROUP BY ALL
+),
 spent AS (
     SELECT klass, metric, sum(excess_s) FILTER (WHERE component = 'preempted') AS preempted_s,
            sum(excess_s) FILTER (WHERE component = 'recompute') AS recompute_s,
@@ -38,10 +50,11 @@ spent AS (
 )
 SELECT k.klass, k.metric, k.p50_s, k.excess_s, k.tail_rule, k.slo_broken, k.n,
        coalesce(s.preempted_s, 0) AS preempted_s, coalesce(s.recompute_s, 0) AS recompute_s,
-       coalesce(s.queued_s, 0) AS queued_s,
+       coalesce(s.queued_s, 0) AS queued_s, CASE WHEN k.metric <> 'ITL' THEN coalesce(i.hit, 0) END AS hit,
        v.*, t.*, q.*, c.*, r.*, f.*, h.holder
 FROM class_rows k
 LEFT JOIN spent s ON s.klass = k.klass AND s.metric = k.metric
+LEFT JOIN hits i ON i.klass = k.klass AND i.metric = k.metric
 CROSS JOIN victims v CROSS JOIN stalls t CROSS JOIN squeeze q CROSS JOIN counted c CROSS JOIN reported r CROSS JOIN limits f
 LEFT JOIN holders h ON true
 ORDER BY k.klass, k.metric

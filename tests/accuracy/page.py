@@ -22,7 +22,8 @@ def render(result: Mapping[str, Any]) -> str:
     parts = [HEAD, _summary(result)]
     parts += ["## The bars\n", _bars(result), _nulls(result)]
     parts += ["## By kind of world\n", FAMILIES_TEXT, _families(result), _confusion(result)]
-    parts += ["## Bills\n", BILLS_TEXT, _errors(result["bills"], "component"), BLAME_TEXT]
+    parts += ["## Bills\n", BILLS_TEXT, _errors(result["bills"], "component")]
+    parts += [PART_TEXT, _errors(result["bills_part_profiled"], "component"), BLAME_TEXT]
     parts += [_errors(result["blame"], "rule"), _not_right(result)]
     return "\n".join(parts)
 
@@ -35,6 +36,10 @@ FAMILIES_TEXT = (
 BILLS_TEXT = (
     "The parts of a class's excess, tail against typical requests, by the ledger and by the simulator, which knows who was in "
     "which step and what each part of it cost. Errors are points of the excess (0.1 = 10 points).\n"
+)
+PART_TEXT = (
+    "The same where a rank is slow all the time and was profiled for a few seconds: outside of them nothing tells what it "
+    "cost, and it is booked as the steps' normal cost.\n"
 )
 BLAME_TEXT = (
     "What a finding says that its culprit costs, against what the very same requests take in the world without it. The ledger "

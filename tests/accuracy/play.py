@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from families import FAMILIES, Family
+from families import FAMILIES
 from numpy.typing import NDArray
 
 from tailscope.config import Config
@@ -64,6 +64,8 @@ class Played:
     checks: dict[str, str] = field(default_factory=dict)
     bill_errors: list[dict[str, Any]] = field(default_factory=list)
     blame: list[dict[str, Any]] = field(default_factory=list)
+    #: A rank is slow and was profiled for a part of the time only: what it cost at other times nothing tells.
+    part_profiled: bool = False
     seconds: float = 0.0
 
 
@@ -72,21 +74,24 @@ def play(family_name: str, strength: float, seed: int, via: str) -> dict[str, An
     began = time.perf_counter()
     family = next(f for f in FAMILIES if f.name == family_name)
     scenario = family.world(strength, seed)
-    result = _played(family, scenario, strength, via)
+    result = _played(scenario, Played(family.name, family.kind, strength, seed, via))
     result.seconds = time.perf_counter() - began
     return asdict(result)
 
 
-def _played(family: Family, scenario: Scenario, strength: float, via: str) -> Played:
-    result = Played(family.name, family.kind, strength, scenario.seed, via)
+def _played(scenario: Scenario, result: Played) -> Played:
     outcome = simulate(scenario)
+    slow = any(fault.kind == "slow-rank" for fault in scenario.faults)
+    result.part_profiled = (
+        slow and sum(seconds for _, seconds in scenario.telemetry.profile) < scenario.duration_s
+    )
     others = {cause.rule: simulate(without(scenario, cause)) for cause in scenario.causes}
     for cause in scenario.causes:
         result.labels[cause.rule] = _culprit(cause, outcome)
         result.cost[cause.rule] = _cost(outcome, others[cause.rule])
     folder = Path(tempfile.mkdtemp(prefix="tailscope-accuracy-"))
     try:
-        with Trace(str(_trace(outcome, folder, via)), threads=1) as trace:
+        with Trace(str(_trace(outcome, folder, result.via)), threads=1) as trace:
             diagnosis = diagnose(trace, Config())
             _note(result, diagnosis)
             members = _members(trace, outcome)

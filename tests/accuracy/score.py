@@ -158,10 +158,15 @@ def _at_most(name: str, hits: int, n: int, bar: float) -> dict[str, Any]:
     }
 
 
-def bill_errors(worlds: Iterable[World]) -> list[dict[str, Any]]:
-    """Per group of components: how far the ledger's part of an excess is from the true one, in points of the excess."""
+def bill_errors(worlds: Iterable[World], part_profiled: bool = False) -> list[dict[str, Any]]:
+    """Per group of components: how far the ledger's part of an excess is from the true one, in points of the excess.
+
+    In worlds whose slow rank was profiled all the time, or with `part_profiled` a part of it.
+    """
     errors: dict[str, list[float]] = defaultdict(list)
     for world in worlds:
+        if world["part_profiled"] != part_profiled:
+            continue
         for bill in world["bill_errors"]:
             for group in GROUPS:
                 if max(abs(bill["said"][group]), abs(bill["true"][group])) >= 0.01:
@@ -173,6 +178,8 @@ def blame_errors(worlds: Iterable[World]) -> list[dict[str, Any]]:
     """Per rule: what its finding explains of an excess, against what the world without its cause takes less."""
     errors: dict[str, list[float]] = defaultdict(list)
     for world in worlds:
+        if world["part_profiled"]:
+            continue
         for blame in world["blame"]:
             errors[blame["rule"]].append(blame["said"] - blame["true"])
     return [_errors(rule, values) for rule, values in errors.items()]

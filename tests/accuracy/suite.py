@@ -79,6 +79,7 @@ def scored(results: dict[str, list[Any]], seconds: float, short: bool) -> dict[s
         "families": score.by_family(worlds),
         "confusion": score.confusion(worlds),
         "bills": score.bill_errors(worlds),
+        "bills_part_profiled": score.bill_errors(worlds, part_profiled=True),
         "blame": score.blame_errors(worlds),
         "nulls": nulls.summarise([r for test in nulls.TESTS for r in results.get(test.__name__, [])]),
         "not_right": [
