@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import bdtrik, betainc
+from scipy.special import bdtrik, betainc, ndtr
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -15,6 +15,8 @@ Ints = NDArray[np.int64]
 #: A quantile q needs this many effective samples beyond it before it is stated.
 MIN_TAIL_SAMPLES = 10.0
 CONFIDENCE = 0.95
+#: With fewer expected the normal distribution is none of a count's (Cochran 1954).
+FEW = 5.0
 #: Parts of a window whose loads are compared: more would be shorter than a burst, fewer would say little.
 LOAD_PARTS = 20
 
@@ -93,17 +95,29 @@ def allows_quantile(q: float, n_eff: float) -> bool:
 
 
 def exceeds(above: NDArray[np.bool_], times_ns: Ints, q: float) -> bool | None:
-    """Whether quantile q lies above a limit that `above` says which values exceed: a one-sided binomial test at 5 % on
-    the effective samples, whose number is no whole one (by the incomplete beta function, mid-p: Lancaster 1961). False
-    where it lies below and enough samples say so, None where they do not decide."""
-    n_eff = effective_samples(above.astype(np.float64), times_ns)
-    share = float(above.mean())
-    if share <= 1 - q:
-        return False if allows_quantile(q, n_eff) else None
-    k, p = share * n_eff, 1 - q
-    # P(X >= k), and P(X > k); all of the samples may lie above.
-    at_least, more = betainc(k, n_eff - k + 1, p), betainc(k + 1, n_eff - k, p) if k < n_eff else 0.0
-    return True if (at_least + more) / 2 < 1 - CONFIDENCE else None
+    """Whether quantile q lies above a limit that `above` says which values exceed: a one-sided test at 5 %. False where
+    it lies below and enough samples say so, None where they do not decide.
+
+    For a verdict of False the safe number of effective samples counts. For True it is the geometric mean of that and of
+    what the values' own autocorrelation says, as the truth lies between: that misses what is slow, and a load in bursts
+    bounds what it may have done. The share above is compared with 1 - q by its normal score (Rao 1948) where FEW or more
+    are expected above, else by the binomial tail, mid-p (Lancaster 1961), through the incomplete beta function, as
+    effective samples are no whole number. The tail alone, exact for independent values, fires too rarely here, since a
+    window with many above seems to hold fewer effective samples.
+    """
+    values = above.astype(np.float64)
+    safe, share, p = effective_samples(values, times_ns), float(above.mean()), 1 - q
+    if share <= p:
+        return False if allows_quantile(q, safe) else None
+    n_eff = float(np.sqrt(safe * uncorrelated(values, times_ns)))
+    if n_eff * p >= FEW:
+        chance = float(ndtr((p - share) * np.sqrt(n_eff / (p * q))))
+    else:
+        k = share * n_eff
+        # P(X >= k), and P(X > k); all of the samples may lie above.
+        at_least, more = betainc(k, n_eff - k + 1, p), betainc(k + 1, n_eff - k, p) if k < n_eff else 0.0
+        chance = float(at_least + more) / 2
+    return True if chance < 1 - CONFIDENCE else None
 
 
 def histogram_quantile(

@@ -68,30 +68,29 @@ class Blocks:
     def shared_is_free(self, prefix: int) -> bool:
         return -1 - prefix not in self._shared
 
-    def share(self, prefix: int) -> None:
-        """One more request uses a common beginning that is there."""
+    def share(self, prefix: int, count: int) -> None:
+        """One more request uses the first `count` blocks of a common beginning that is there."""
         owner = -1 - prefix
         inuse = self._shared.get(owner)
         if inuse:
             inuse[1] += 1
             return
-        count = self.found(owner)
         self.reuse(owner, count)
         self._shared[owner] = [count, 1]
 
     def lend(self, prefix: int, had: int, count: int) -> bool:
-        """Make the common beginning out of a request's own blocks, of which it shares the first `had`: all `count`.
+        """Make the common beginning, of which a request shares the first `had` blocks, out of its own: all `count`.
 
-        False where the others have computed as much already.
+        False where others have made more of it meanwhile than the request shares; then it keeps its own copy.
         """
         owner = -1 - prefix
         inuse = self._shared.get(owner)
         if not self._caching or (inuse[0] if inuse else self.found(owner)) >= count:
             return False
-        if had and inuse:
+        if inuse:
+            if inuse[0] != had:
+                return False
             inuse[0] = count
-        elif inuse:
-            return False
         else:
             self._kept_total -= self._kept.pop(owner, 0)
             self._shared[owner] = [count, 1]

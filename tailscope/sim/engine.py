@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tailscope.errors import UsageError
 from tailscope.sim.cost import StepCost
 from tailscope.sim.frontend import FrontEnd
 from tailscope.sim.outcome import (
@@ -32,6 +33,8 @@ from tailscope.sim.workload import Closed, make
 
 #: A world that has not come to its end this long after its clients' last request never will.
 GIVE_UP_S = 100_000.0
+#: A user who got no answer waits at least so long before asking again.
+RETRY_S = 0.01
 
 
 def simulate(scenario: Scenario) -> Outcome:
@@ -95,6 +98,10 @@ class _Lane:
             for request in engine.scheduler.started_fetches:
                 self.play.fetch(self, engine, request, now)
             engine.scheduler.started_fetches.clear()
+        for batch in batches:
+            for request in [r for r in batch.leaving if r.leaves_at < 0]:
+                batch.leaving.remove(request)
+                self.play.leaves_early(request, now)
         if all(batch.empty for batch in batches):
             return False
         if len(batches) > 1:
@@ -339,14 +346,27 @@ class _Play:
                 upcoming = next(arrivals, None)
                 continue
             now, _, what = heapq.heappop(heap)
+            self.now = now
             if now > limit:
-                break
+                raise UsageError(
+                    f"{self.scenario.name}: not over {GIVE_UP_S:,.0f} s after its clients' last request; something in it "
+                    "takes too long: a pause, a step, a transfer"
+                )
             what(now)
-        for engine in self.engines:
-            kv = engine.scheduler.kv
-            assert kv.free == kv.total and not engine.scheduler.busy, "a block or a request was lost"
+        self._check_over()
         self._tell_pauses()
         return self._outcome()
+
+    def _check_over(self) -> None:
+        for engine in self.engines:
+            scheduler = engine.scheduler
+            if scheduler.busy:
+                waiting = len(scheduler.waiting) + len(scheduler.fetching) + len(scheduler.arrived_remote)
+                raise UsageError(
+                    f"{self.scenario.name}: {engine.instance} stands still for ever: {waiting} requests wait for KV cache that "
+                    "is held by others that wait; give it more kv_blocks"
+                )
+            assert scheduler.kv.free == scheduler.kv.total, "a block was lost"
 
     def _rows_of(self, workload: Any) -> Any:
         columns = (
@@ -413,6 +433,9 @@ class _Play:
         if row.status != UNFINISHED or not isnan(row.left):
             return
         row.left = now
+        # What comes later reaches nobody.
+        row.finished = row.last_shown = nan
+        self._sent(row)
         for place, request in ((row.engine, row.of_engine), (row.prefill_engine, row.of_prefill)):
             if request is not None and not request.gone and place >= 0:
                 lane = self.engines[place].lane
@@ -438,7 +461,10 @@ class _Play:
 
     def _user_done(self, row: _Row, now: float) -> None:
         if row.user:
-            self.at(now + self._closed[row.load].think(), lambda t: self._user_sends(row.load, t))
+            pause = self._closed[row.load].think()
+            if row.status != OK:
+                pause = max(pause, RETRY_S)
+            self.at(now + pause, lambda t: self._user_sends(row.load, t))
 
     # -- gateway and API server ------------------------------------------------------------------
 
@@ -502,11 +528,17 @@ class _Play:
 
     # -- engines -------------------------------------------------------------------------------
 
+    def leaves_early(self, request: Request, now: float) -> None:
+        """The client goes as soon as its request is taken up, before there is a token."""
+        row = self._by_request[request.index]
+        self.at(now, lambda t: self._leave(row, t, ABORTED))
+
     def fetch(self, lane: _Lane, engine: _Engine, request: Request, now: float) -> None:
         """The KV cache of a request comes from its prefill instance."""
         assert request.transfer_s is not None
 
         def arrived(time: float) -> None:
+            self._sent(self._by_request[request.index])
             if not request.gone:
                 engine.scheduler.fetching.remove(request)
                 engine.scheduler.arrived_remote.append(request)
@@ -514,12 +546,20 @@ class _Play:
 
         self.at(now + request.transfer_s, arrived)
 
+    def _sent(self, row: _Row) -> None:
+        """A prefill instance keeps the blocks until they have been sent, or nobody wants them."""
+        request = row.of_prefill
+        if request is not None and request.gone and request.blocks + request.sharing:
+            engine = self.engines[row.prefill_engine]
+            engine.scheduler.release(request)
+            engine.lane.wake(self.now)
+
     def results(self, engine: _Engine, batch: Batch, now: float) -> None:
         shown = now + self.scenario.cost.output
         for request in batch.firsts:
             request.first_token_s = now
             row = self._by_request[request.index]
-            if request is row.of_engine and not request.gone:
+            if request is row.of_engine and not request.gone and isnan(row.left):
                 row.first_shown = shown
         for request in batch.leaving:
             if not request.gone:
@@ -529,8 +569,9 @@ class _Play:
             if request.gone:
                 continue
             request.last_token_s = now
-            engine.scheduler.finish(request)
-            self._finished(self._by_request[request.index], request, shown)
+            row = self._by_request[request.index]
+            engine.scheduler.finish(request, keep_blocks=request is row.of_prefill and isnan(row.left))
+            self._finished(row, request, shown)
 
     def _finished(self, row: _Row, request: Request, shown: float) -> None:
         if not isnan(row.left):
@@ -610,4 +651,11 @@ def _pauses(scenario: Scenario, faults: list[Fault]) -> list[tuple[float, float]
             if fault.every_s is None:
                 break
             time += fault.every_s
-    return sorted(found)
+    merged: list[tuple[float, float]] = []
+    for start, length in sorted(found):
+        if merged and start <= sum(merged[-1]):
+            first, lasting = merged[-1]
+            merged[-1] = (first, max(lasting, start + length - first))
+        else:
+            merged.append((start, length))
+    return merged

@@ -129,6 +129,11 @@ class Scheduler:
         else:
             self.waiting.append(request)
 
+    def _most_for_one(self) -> int:
+        """Tokens that one request may get in a step; 0: all there are, as for a request that is alone."""
+        alone = len(self.running) + len(self.waiting) <= 1
+        return 0 if alone else self.engine.long_prefill_token_threshold
+
     @property
     def busy(self) -> bool:
         return bool(self.running or self.waiting or self.fetching or self.arrived_remote)
@@ -150,7 +155,7 @@ class Scheduler:
 
     def _schedule_running(self, batch: Batch, budget: int, last: Batch | None) -> int:
         running, kv, number = self.running, self.kv, batch.number
-        size, threshold = kv.size, self.engine.long_prefill_token_threshold
+        size, threshold = kv.size, self._most_for_one()
         context = decodes = i = 0
         while i < len(running):
             request = running[i]
@@ -394,8 +399,9 @@ class Scheduler:
         own = min(kv.found(request.index), most - shared) if request.preemptions else 0
         hit = (shared + own) * size
         tokens = request.total - hit
-        if 0 < self.engine.long_prefill_token_threshold < tokens:
-            tokens = self.engine.long_prefill_token_threshold
+        threshold = self._most_for_one()
+        if 0 < threshold < tokens:
+            tokens = threshold
         tokens = min(tokens, budget)
         until = request.total if self.engine.reserve_full_isl else hit + tokens
         # What is found among the free blocks is free no longer.
@@ -403,7 +409,7 @@ class Scheduler:
         if (until + size - 1) // size - shared - own > kv.free - touched - self._keep_free:
             return 0
         if shared:
-            kv.share(request.prefix)
+            kv.share(request.prefix, shared)
             request.sharing = shared
         if own:
             kv.reuse(request.index, own)
@@ -428,17 +434,26 @@ class Scheduler:
         return True
 
     def _promote(self) -> None:
-        for request in reversed(self.arrived_remote):
+        """Requests whose cache has come wait again where they stood: behind those preempted, before those to fetch."""
+        for request in self.arrived_remote:
             request.remote = True
             request.computed = request.prompt - 1
             request.cached = request.prompt - 1
-            self.waiting.appendleft(request)
+            if self._by_priority:
+                self._enqueue(request)
+                continue
+            place = 0
+            for other in self.waiting:
+                if not (other.preemptions or (other.remote and other.order < request.order)):
+                    break
+                place += 1
+            self.waiting.insert(place, request)
         self.arrived_remote.clear()
 
     # -- results -------------------------------------------------------------------------------
 
-    def finish(self, request: Request) -> None:
-        """A request that has all its tokens, or whose client has left, goes."""
+    def finish(self, request: Request, keep_blocks: bool = False) -> None:
+        """A request that has all its tokens, or whose client has left, goes; with `keep_blocks` until `release`."""
         request.gone = True
         if request in self.running:
             self.running.remove(request)
@@ -449,4 +464,9 @@ class Scheduler:
         elif request in self.waiting:
             self.waiting.remove(request)
         self.end_runs(request)
+        if not keep_blocks:
+            self._free(request, keep=False)
+
+    def release(self, request: Request) -> None:
+        """The blocks of a request that is done, once they have been sent."""
         self._free(request, keep=False)
