@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tailscope.errors import UsageError
 from tailscope.sim.engine import simulate
 from tailscope.sim.outcome import (
     ABORTED,
@@ -69,9 +70,11 @@ def test_a_long_prompt_is_chunked_by_what_the_budget_leaves() -> None:
 
 def test_one_request_may_be_held_to_a_part_of_the_budget() -> None:
     engine = replace(SYNC, long_prefill_token_threshold=500)
-    outcome = play(at((0.0, 1200, 2), (0.0, 100, 2)), engine=engine)
-    assert [tokens for _, tokens in chunks(outcome, 0)] == [500, 500, 200]
-    assert chunks(outcome, 1)[0][0] == 1, "there is room for the short one beside it"
+    outcome = play(at((0.0, 100, 50), (0.1, 1200, 2), (0.1, 100, 2)), engine=engine)
+    assert [tokens for _, tokens in chunks(outcome, 1)] == [500, 500, 200]
+    assert chunks(outcome, 2)[0][0] <= chunks(outcome, 1)[1][0], "there is room for the short one beside it"
+    alone = play(at((0.0, 1200, 2)), engine=engine)
+    assert [tokens for _, tokens in chunks(alone, 0)] == [1200], "one that is alone takes all there is"
 
 
 def test_first_come_first_served_or_by_priority() -> None:
@@ -181,6 +184,63 @@ def test_a_common_beginning_is_lost_when_its_blocks_are_needed() -> None:
     assert list(play(load, between, engine=engine).requests.cached) == [0, 0, 0]
 
 
+def test_beginnings_shared_to_different_lengths_are_given_back_whole() -> None:
+    """Requests shorter than the common beginning share a part of it, and longer ones make it longer."""
+    engine = replace(
+        SYNC,
+        enable_prefix_caching=True,
+        kv_blocks=3_000,
+        max_model_len=8_000,
+        long_prefill_token_threshold=256,
+    )
+    times = (0.0, 0.5, 0.6, 0.7, 3.0)
+    loads = [
+        at((t, prompt, 20), name=f"l{i}", prefix_tokens=min(prompt - 1, 3_200))
+        for i, (t, prompt) in enumerate(zip(times, (1_601, 3_201, 6_401, 400, 3_300), strict=True))
+    ]
+    steps = play(*loads, engine=engine).engines[0].steps
+    assert steps.kv_usage[-1] <= 0.15, "nothing is pinned that nobody uses"
+
+
+def test_a_pair_serves_in_order_and_holds_what_is_not_sent() -> None:
+    engine = replace(
+        SYNC,
+        prefill_replicas=1,
+        max_num_seqs=1,
+        kv_blocks=400,
+        kv_transfer_latency_s=0.05,
+        max_model_len=2048,
+    )
+    q = play(at(*[(0.0, 100, 30)] * 5), engine=engine).requests
+    assert list(np.argsort(q.scheduled_s, kind="stable")) == [0, 1, 2, 3, 4]
+    slow = replace(engine, max_num_seqs=8, kv_blocks=130, kv_transfer_latency_s=2.0)
+    q = play(at((0.0, 1900, 2), (0.1, 1900, 2)), engine=slow).requests
+    first, second = play(at((0.0, 1900, 2), (0.1, 1900, 2)), engine=slow).engines[-1].steps.end_s[[0, -1]]
+    assert second > first + 2.0, "the second prefill waits until the first one's blocks have been sent"
+
+
+def test_a_world_that_stands_still_or_never_ends_is_said_in_a_sentence() -> None:
+    pair = replace(
+        SYNC, prefill_replicas=1, max_num_seqs=1, kv_blocks=34, max_model_len=512, max_num_batched_tokens=64
+    )
+    with pytest.raises(UsageError, match="stands still for ever"):
+        play(at(*[(0.0, 200, 250)] * 4), engine=pair)
+    with pytest.raises(UsageError, match="not over"):
+        play(at((0.0, 10, 5)), faults=(Fault("pause", from_s=0.0, length_s=1e6),))
+
+
+def test_pauses_that_overlap_do_not_add_up() -> None:
+    pauses = tuple(Fault("pause", from_s=t, length_s=5.0) for t in (2.0, 2.0, 4.0))
+    steps = play(Load("a", rate=20), cost=Cost(), faults=pauses).engines[0].steps
+    assert steps.pause_s.sum() == pytest.approx(7.0)
+
+
+def test_a_refused_user_comes_back_later() -> None:
+    load = Load("a", "closed", users=2, think_s=0.0)
+    q = play(load, gateway=Gateway(max_in_flight=1, max_queue=0), duration_s=1.0).requests
+    assert 10 < len(q) < 300 and (q.status == REJECTED).any()
+
+
 def test_all_blocks_come_back() -> None:
     """The simulator checks it itself at the end of every world."""
     load = Load(
@@ -264,6 +324,7 @@ def test_who_leaves_has_no_end() -> None:
     q = play(Load("a", rate=20, abort_share=0.5), cost=Cost()).requests
     gone = q.status == ABORTED
     assert gone.any() and np.isnan(q.finished_s[gone]).all() and np.isfinite(q.left_s[gone]).all()
+    assert np.isnan(q.first_shown_s[gone]).any(), "some leave before their first token"
     assert (q.output[gone] <= q.planned[gone]).all()
 
 
