@@ -52,7 +52,8 @@ def matters(row: Mapping[str, Any], limits: Mapping[str, float]) -> bool:
     if not row["excess_s"] or row["excess_s"] <= 0:
         return False
     slower = row["blamed_s"] / row["p50_s"] if row["p50_s"] else 0.0
-    return share(row) >= limits["share"] and slower >= limits["slowdown"]
+    least = limits["gap"] if row["metric"] == "ITL" else limits["slowdown"]
+    return share(row) >= limits["share"] and slower >= least
 
 
 def slower_when_exposed(row: Mapping[str, Any], limits: Mapping[str, float]) -> bool:
@@ -215,6 +216,12 @@ RULE = Rule(
         ),
         Threshold(
             "slowdown", 0.25, "x p50", "A tail slower by less than a quarter of the median is not felt."
+        ),
+        Threshold(
+            "gap",
+            1.0,
+            "x p50",
+            "A chunk beside a decode is how chunked prefill works: less than a doubled gap is no stall.",
         ),
         Threshold(
             "p_value",

@@ -78,7 +78,8 @@ def window_decision(rows: Sequence[Row], all_ns: int, limits: Mapping[str, float
             "inconclusive",
             f"by the clocks rank {worst['rank']} is late, but it is not the one that leaves collectives soonest: clocks are off",
         )
-    transient = [r for r in rows if (r["outlier_steps"] or 0) >= 2 and is_few(r) and dominates(r, rows)]
+    least = max(2.0, limits["rare"] * window["steps"])
+    transient = [r for r in rows if (r["outlier_steps"] or 0) >= least and is_few(r) and dominates(r, rows)]
     if worst in transient and passes(worst, limits):
         return found_passing(rows, transient, all_ns)
     chance = by_chance(rows, worst)
@@ -420,6 +421,7 @@ RULE = Rule(
             "x",
             "Ranks of one healthy host were seen to differ by 1.24; two ranks do not show what is ordinary.",
         ),
+        Threshold("rare", 0.01, "0-1", "What happens in fewer than one in a hundred steps moves no p99."),
         Threshold(
             "outlier",
             0.25,

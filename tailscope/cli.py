@@ -269,19 +269,22 @@ def sim(
             help="Folder for the truth: what was injected, each request's true bill.", metavar="DIR"
         ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Instead of the scenario's own.", min=0)] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Instead of the scenario's own.", min=0, max=2**63 - 1)
+    ] = None,
 ) -> None:
     """Simulate a world whose every nanosecond is known: a trace, the emitters' files, and the truth."""
     from dataclasses import replace
 
     from tailscope.sim.engine import simulate
     from tailscope.sim.scenario_file import load
-    from tailscope.sim.written import write
+    from tailscope.sim.written import check_places, write
 
     if output is None and raw is None and truth is None:
         raise UsageError(
             "nothing to write: name a trace (-o), a folder for raw files (--raw) or for the truth (--truth)"
         )
+    check_places(output=output, raw=raw, truth=truth)
     world = load(scenario)
     if seed is not None:
         world = replace(world, seed=seed)

@@ -351,7 +351,7 @@ def test_every_default_is_in_its_range() -> None:
         ),
         (
             A + "[[cause]]\nrule = 'r'\nwithout = {telemetry = {scrape_s = 0}}",
-            "[[cause]] 1 without.telemetry scrape_s: must be a number above 0, not 0",
+            "[[cause]] 1 without.telemetry scrape_s: must be a number from 0.01, not 0",
         ),
         (
             A + "[[cause]]\nrule = 'r'\nwithout = {engine = {max_num_seqs = 4096}}",

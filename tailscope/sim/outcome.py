@@ -73,6 +73,15 @@ class Requests:
     def __len__(self) -> int:
         return len(self.id)
 
+    def answers(self) -> Ints:
+        """Which answer of its call each is, from 0: with `n` above 1 a call has several under one id."""
+        seen: dict[str, int] = {}
+        found = np.zeros(len(self.id), np.int64)
+        for i, name in enumerate(self.id):
+            found[i] = seen.get(name, 0)
+            seen[name] = int(found[i]) + 1
+        return found
+
 
 @dataclass
 class Steps:

@@ -19,11 +19,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tailscope.errors import UsageError
+from tailscope.safe import printable
 from tailscope.sim.ranks import DENSE, MOE, MOE_TP
 from tailscope.sim.scenario import Cause, Fault, Load, Scenario, Sizes
 
 #: A load that would send more is a mistake of units; it would not fit in memory either.
 MOST_REQUESTS = 5_000_000
+#: Ranks times layers of an instance: each has numbers of its own in every step.
+MOST_PIECES = 16_384
 #: Beyond it no count, size or time of a world means anything, and sums of them stay exact.
 MOST = 1e12
 WEEK_S = 604_800.0
@@ -83,10 +86,11 @@ RANGES: dict[str, Range] = {
     "Engine.max_num_seqs": FROM_1,
     "Engine.block_size": FROM_1,
     "Engine.kv_blocks": FROM_1,
-    "Engine.max_model_len": Range(2),
+    "Engine.max_model_len": Range(2, 10_000_000),
+    "Engine.kv_transfer_latency_s": Range(0, 3_600),
     "Engine.watermark": SHARE,
     "Engine.prefill_replicas": Range(0, 1024),
-    "Engine.kv_transfer_tokens_per_s": ABOVE_0,
+    "Engine.kv_transfer_tokens_per_s": Range(1),
     # Steps that cost nothing would never let time pass.
     "Cost.step": ABOVE_0,
     "Cost.noise": Range(0, 2),
@@ -94,22 +98,25 @@ RANGES: dict[str, Range] = {
     # A Pareto factor of alpha 1 or less has no mean.
     "Cost.heavy_alpha": Range(1, above=True),
     "Ranks.tensor_parallel": FEW,
-    "Ranks.layers": FEW,
+    "Ranks.layers": Range(1, 256),
     "Ranks.experts": Range(1, 65_536),
     "Ranks.topk": FROM_1,
     "Ranks.hot": SHARE,
     "Ranks.attention_share": SHARE,
     "Ranks.spread": Range(0, 2),
     "Ranks.hosts": FEW,
-    "Ranks.offset_s": SIGNED,
-    "Ranks.drift_ppm": SIGNED,
+    "Ranks.offset_s": Range(-1e9, 1e9),
+    "Ranks.drift_ppm": Range(-1e5, 1e5),
     "Gateway.max_in_flight": FROM_1,
+    "Gateway.delay_s": Range(0, 3_600),
     "Fault.length_s": ABOVE_0,
-    "Fault.every_s": ABOVE_0,
+    "Fault.every_s": Range(0.01),
     "Fault.factor": ABOVE_0,
     "Fault.often": Range(0, 1, above=True),
-    "Telemetry.scrape_s": ABOVE_0,
-    "Telemetry.client_offset_s": SIGNED,
+    "Telemetry.scrape_s": Range(0.01),
+    # Thirty years to either side are still times that a clock can show.
+    "Telemetry.client_offset_s": Range(-1e9, 1e9),
+    "Telemetry.network_s": Range(0, 3_600),
 }
 
 #: Keys that only some kinds read: with another kind they would be ignored, so they are refused.
@@ -143,6 +150,8 @@ READ_BY: dict[type, tuple[str, dict[str, tuple[str, ...]]]] = {
 def load(path: Path) -> Scenario:
     """Read a scenario file; one that gives no name is called after its file. Raises UsageError naming file and key."""
     try:
+        if not path.is_file() and path.exists():
+            raise UsageError(f"{path}: not a file; a scenario is one TOML file")
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"{path}: cannot read the scenario: {error.strerror}") from error
@@ -150,7 +159,7 @@ def load(path: Path) -> Scenario:
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not valid TOML: {error}") from error
     scenario = parse(document, path.parent, str(path))
-    return scenario if "name" in document else replace(scenario, name=path.stem)
+    return scenario if "name" in document else replace(scenario, name=printable(path.stem, 100))
 
 
 def parse(document: Mapping[str, Any], base: Path, where: str) -> Scenario:
@@ -365,9 +374,11 @@ def _check(scenario: Scenario) -> None:
         _check_load(scenario, load, f"[[load]] {i}")
     for i, fault in enumerate(scenario.faults, 1):
         _check_fault(scenario, fault, f"[[fault]] {i}")
-    for i, (_, length_s) in enumerate(scenario.telemetry.profile, 1):
+    for i, (from_s, length_s) in enumerate(scenario.telemetry.profile, 1):
         if not length_s:
             _fail(f"[telemetry] profile[{i}]", "is [from, seconds], and must last above 0 seconds")
+        if from_s + length_s > 2 * WEEK_S:
+            _fail(f"[telemetry] profile[{i}]", f"ends after {2 * WEEK_S:,.0f} s, when no world lasts")
 
 
 def _check_engine(scenario: Scenario) -> None:
@@ -395,6 +406,11 @@ def _rank_count(scenario: Scenario) -> int:
 
 def _check_ranks(scenario: Scenario) -> None:
     ranks, engine, count = scenario.ranks, scenario.engine, _rank_count(scenario)
+    if count * ranks.layers > MOST_PIECES:
+        _fail(
+            "[ranks]",
+            f"{count} ranks of {ranks.layers} layers are more than {MOST_PIECES} pieces of work in a step",
+        )
     if ranks.topk > ranks.experts:
         _fail("[ranks] topk", f"must be at most experts, {ranks.experts}, not {ranks.topk}")
     if scenario.engine.moe and ranks.experts < count:
@@ -423,7 +439,10 @@ def _check_load(scenario: Scenario, load: Load, place: str) -> None:
         given = len(getattr(load, key))
         if given not in (0, len(load.times_s)):
             _fail(f"{place} {key}", f"has {given} entries, but times_s has {len(load.times_s)}")
-    if load.arrivals in ("poisson", "bursty", "regular") and load.rate * (end - load.from_s) > MOST_REQUESTS:
+    if (
+        load.arrivals in ("poisson", "bursty", "regular")
+        and load.n * load.rate * (end - load.from_s) > MOST_REQUESTS
+    ):
         _fail(f"{place} rate", f"gives more than {MOST_REQUESTS} requests; lower it, or duration_s")
     # The process is laid out over the whole world in parts of burst_s.
     if load.arrivals == "bursty" and scenario.duration_s / load.burst_s * 20 > MOST_REQUESTS:

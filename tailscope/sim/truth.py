@@ -281,16 +281,30 @@ class _Chunks:
 
 
 def table(outcome: Outcome, made: Bills) -> pa.Table:
-    """The bills as rows (request_id, place, component, culprit load, ns), lines of 0 left out."""
+    """The bills as rows (request_id, answer, place, component, culprit load, ns), lines of 0 left out."""
     names = [load.name for load in outcome.scenario.loads]
     ids = np.array(outcome.requests.id, dtype=object)
-    parts: list[pa.Table] = []
+    answer = outcome.requests.answers()
+    empty = pa.array([], pa.string())
+    parts: list[pa.Table] = [
+        pa.table(
+            {
+                "request_id": empty,
+                "answer": pa.array([], pa.int64()),
+                "place": empty,
+                "component": empty,
+                "culprit": empty,
+                "ns": pa.array([], pa.int64()),
+            }
+        )
+    ]
     for (place, component, culprit), seconds in made.lines.items():
         some = np.flatnonzero(np.round(seconds * 1e9) > 0)
         parts.append(
             pa.table(
                 {
                     "request_id": pa.array(ids[some], pa.string()),
+                    "answer": pa.array(answer[some]),
                     "place": pa.array([place] * len(some), pa.string()),
                     "component": pa.array([component] * len(some), pa.string()),
                     "culprit": pa.array(

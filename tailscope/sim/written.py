@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,29 +31,64 @@ from tailscope.sim.tables import request_tables
 MIN_ANSWERS = 20
 
 
+def check_places(**places: Path | None) -> None:
+    """Raises UsageError for folders that hold something already, cannot be made, or lie in each other."""
+    named = {f"--{name}": path.absolute() for name, path in places.items() if path is not None}
+    for option, path in named.items():
+        if path.is_symlink() or (path.exists() and (not path.is_dir() or any(path.iterdir()))):
+            raise UsageError(f"{path} is there already; a simulated world needs a folder of its own")
+        above = next(p for p in path.parents if p.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+            raise UsageError(f"{option} {path}: cannot be made in {above}")
+        for other_option, other in named.items():
+            if option != other_option and (path == other or other in path.parents):
+                raise UsageError(f"{option} and {other_option} must be folders apart from each other")
+
+
 def write(
     outcome: Outcome, *, trace: Path | None = None, raw: Path | None = None, truth: Path | None = None
 ) -> Iterator[str]:
-    """Write what is asked for and yield a line on each. Raises UsageError for a folder that holds something already."""
-    for folder in (trace, raw, truth):
-        if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UsageError(f"{folder} is there already; a simulated world needs a folder of its own")
+    """Write what is asked for and yield a line on each. A folder appears when it is complete."""
     q = outcome.requests
     counts = np.bincount(q.status, minlength=len(STATUS_NAMES))
     told = ", ".join(f"{n:,} {name}" for n, name in zip(counts, STATUS_NAMES, strict=True) if n)
     steps = sum(len(engine.steps) for engine in outcome.engines)
     yield f"{outcome.scenario.name}, seed {outcome.scenario.seed}: {len(q):,} requests ({told}), {steps:,} steps"
     if trace is not None:
-        rows = write_trace(tables(outcome, metrics=True), trace)
+        with _complete(trace) as place:
+            rows = write_trace(tables(outcome, metrics=True), place)
         yield f"{trace}: {rows:,} rows; look at it with: tailscope diagnose {trace}"
     if raw is not None:
-        raw.mkdir(parents=True, exist_ok=True)
-        files = [*write_files(outcome, raw), *write_profiles(outcome, raw)]
+        with _complete(raw) as place:
+            files = [*write_files(outcome, place), *write_profiles(outcome, place)]
         yield f"{raw}: {len(files)} files; read them with: tailscope ingest {raw}"
     if truth is not None:
-        truth.mkdir(parents=True, exist_ok=True)
-        write_truth(outcome, truth)
+        with _complete(truth) as place:
+            write_truth(outcome, place)
         yield f"{truth}: truth.json, requests.parquet and bills.parquet"
+
+
+@contextmanager
+def _complete(folder: Path) -> Iterator[Path]:
+    """A folder beside the one to be made, which takes its place when all is in it; nothing stays of a failure."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=f".{folder.name[:100]}-", dir=folder.parent))
+    try:
+        yield made
+        made.chmod(0o777 & ~_umask())
+        if folder.is_dir():
+            folder.rmdir()
+        made.rename(folder)
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def tables(outcome: Outcome, *, metrics: bool = False) -> dict[str, pa.Table]:
@@ -103,6 +142,7 @@ def request_table(outcome: Outcome) -> pa.Table:
     q = outcome.requests
     columns: dict[str, Any] = {
         "request_id": pa.array(q.id, pa.string()),
+        "answer": pa.array(q.answers()),
         "load": pa.array([outcome.scenario.loads[i].name for i in q.load], pa.string()),
         "status": pa.array([STATUS_NAMES[i] for i in q.status], pa.string()),
         "instance": pa.array(

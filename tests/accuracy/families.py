@@ -42,7 +42,8 @@ class Family:
     strengths: tuple[float, ...] = (1.0,)
 
     def world(self, strength: float, seed: int) -> Scenario:
-        rng = np.random.default_rng([seed, *self.name.encode()])
+        # Each strength has worlds of its own: the same ones made worse would be so many fewer draws.
+        rng = np.random.default_rng([seed, round(1000 * strength), *self.name.encode()])
         return replace(self.make(rng, strength), name=f"{self.name} {strength:g} {seed}")
 
 
@@ -189,11 +190,14 @@ def ranked(rng: Rng) -> dict[str, object]:
         spread=float(rng.uniform(0.01, 0.05)),
     )
     made = engine(rng, data_parallel=ranks if moe else 1, moe=moe)
+    # Only what is profiled is known to be a wait; a short world can be profiled whole.
+    whole = bool(rng.random() < 0.5)
+    window, duration = ((0.0, 60.0), 25.0) if whole else ((20.0, 4.0), 60.0)
     return {
         "ranks": settings,
         "engine": made,
-        "telemetry": telemetry(rng, profile=((20.0, 4.0),)),
-        "duration_s": 60.0,
+        "telemetry": telemetry(rng, profile=(window,)),
+        "duration_s": duration,
     }
 
 
@@ -242,6 +246,15 @@ def squeeze_and_straggler(rng: Rng, strength: float) -> Scenario:
 
 def healthy(rng: Rng, _: float) -> Scenario:
     return world(rng, chat(rng))
+
+
+def mixed_lengths(rng: Rng, _: float) -> Scenario:
+    """Prompts of all lengths up to a few thousand tokens, as chats have them, with room to spare."""
+    load = chat(rng, uniform(rng, 2, 5), prompt_tokens=Sizes(uniform(rng, 200, 400), 0.9, 8, 3_000))
+    one = world(rng, load)
+    return replace(
+        one, cost=replace(one.cost, prefill_token=min(one.cost.prefill_token, 2.5e-5), attention=3e-10)
+    )
 
 
 def common_load(rng: Rng, _: float) -> Scenario:
@@ -347,6 +360,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("coupling + straggler", "pair", coupling_and_straggler, "both at once", (1, 2)),
     Family("kv-squeeze + straggler", "pair", squeeze_and_straggler, "both at once", (0.5, 1.5)),
     Family("healthy", "decoy", healthy, "nothing wrong"),
+    Family("mixed lengths", "decoy", mixed_lengths, "prompts of all lengths, none of which anybody feels"),
     Family("common load", "decoy", common_load, "bursts of short and of long, cached prompts together"),
     Family("healthy preemptions", "decoy", healthy_preemptions, "a preemption or two that cost little"),
     Family("long outputs", "decoy", long_outputs, "one tenant with answers ten times as long"),

@@ -30,8 +30,8 @@ def render(result: Mapping[str, Any]) -> str:
 
 FAMILIES_TEXT = (
     "*felt*: worlds with a cause that costs 20 % or more. *top-1*: the first finding names it, with its culprit; *top-3*: the "
-    "second or third does. *abstained*: nothing was found and the verdict says so, or only another, smaller cause was. "
-    "*false*: worlds with a finding that names no cause of theirs.\n"
+    "second or third does. *abstained*: nothing was found, and the verdict is that nothing can be said. *false*: worlds with a finding "
+    "that names no cause of theirs, or more than a low one that names a cause that costs less than 5 %.\n"
 )
 BILLS_TEXT = (
     "The parts of a class's excess, tail against typical requests, by the ledger and by the simulator, which knows who was in "
@@ -51,7 +51,9 @@ BLAME_TEXT = (
 def _summary(result: Mapping[str, Any]) -> str:
     return (
         f"{result['worlds']:,} worlds were diagnosed, {result['by_files']} of them through the emitters' files and `ingest`, the "
-        f"others as tables, in {result['seconds'] / 60:.0f} minutes ({result['form']} form).\n"
+        f"others as tables, in {result['seconds'] / 60:.0f} minutes ({result['form']} form)."
+        + (f" **{len(result['failed'])} more failed and are in no number.**" if result["failed"] else "")
+        + "\n"
     )
 
 

@@ -47,10 +47,12 @@ def causes(world: World, least: float) -> dict[str, str | None]:
 
 
 def false_alarms(world: World) -> list[str]:
+    """Findings that name no cause, or make much of one that costs nothing."""
+    there = causes(world, NOTHING)
     return [
         f"{f['rule']} {f['culprit']} ({f['severity']})"
         for f in found(world)
-        if not is_right(f, world["labels"])
+        if not is_right(f, world["labels"] if f["severity"] == "low" else there)
     ]
 
 
@@ -64,9 +66,9 @@ def outcome(world: World) -> str:
         return "top-3"
     if any(right):
         return "later"
-    if findings and not any(is_right(f, world["labels"]) for f in findings):
+    if false_alarms(world):
         return "wrong"
-    return "abstained" if world["verdict"] == "inconclusive" or findings else "missed"
+    return "abstained" if world["verdict"] == "inconclusive" else "missed"
 
 
 def by_family(worlds: Iterable[World]) -> list[dict[str, Any]]:
