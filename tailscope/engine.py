@@ -16,6 +16,7 @@ from tailscope.errors import UsageError
 from tailscope.ledger.bills import Ledger, write_bills
 from tailscope.ledger.contrast import MIN_REQUESTS, write_contrast
 from tailscope.ledger.coupling import write_coupling
+from tailscope.ledger.engine_time import Limits
 from tailscope.ledger.histogram import ALL, histogram_rows
 from tailscope.model import Check, ClassRow, Decision, Diagnosis, Finding, Rule, Verdict, VerdictStatus
 from tailscope.ranks.compared import write_ranks
@@ -45,7 +46,7 @@ def diagnose(trace: Trace, config: Config, scope: Scope | None = None) -> Diagno
             names = ", ".join(c.name for c in config.classes)
             raise UsageError(f"objective for class {slo.klass!r}: no such class; there are {names} and {ALL}")
     write_ranks(trace, scope)
-    ledger = write_bills(trace, _token_budgets(trace))
+    ledger = write_bills(trace, _limits(trace))
     classes = write_contrast(trace, ledger, config.slos, scope.klass)
     if not any(row.n for row in classes):
         classes += histogram_rows(trace, config.slos)
@@ -108,10 +109,12 @@ def _register_class_rows(trace: Trace, classes: Sequence[ClassRow]) -> None:
     trace.connection.unregister("class_row_values")
 
 
-def _token_budgets(trace: Trace) -> dict[str, float]:
-    """Token budget of a step by instance, where the server's log said so."""
-    rows = trace.rows("SELECT instance, max_num_batched_tokens AS budget FROM configured")
-    return {row["instance"]: float(row["budget"]) for row in rows if row["budget"]}
+def _limits(trace: Trace) -> dict[str, Limits]:
+    """Limits of the scheduler by instance, where the server's log said so."""
+    rows = trace.rows(
+        "SELECT instance, max_num_batched_tokens AS tokens, max_num_seqs AS requests FROM configured"
+    )
+    return {row["instance"]: Limits(row["tokens"] or None, row["requests"] or None) for row in rows}
 
 
 def _explained(trace: Trace, findings: Sequence[Finding], classes: Sequence[ClassRow]) -> float | None:

@@ -17,6 +17,7 @@ from tailscope.align import Scope, align
 from tailscope.config import Config
 from tailscope.ledger.bills import Ledger, write_bills
 from tailscope.ledger.contrast import write_contrast
+from tailscope.ledger.engine_time import Limits
 from tailscope.model import ClassRow
 from tailscope.ranks.compared import write_ranks
 from tailscope.schema import BY_NAME
@@ -93,7 +94,7 @@ def billed(
     """Aligned, billed and contrasted."""
     config = config or Config()
     with aligned(folder, tables, config, parts=parts) as trace:
-        ledger = write_bills(trace, budgets or {})
+        ledger = write_bills(trace, {name: Limits(tokens) for name, tokens in (budgets or {}).items()})
         yield Billed(trace, ledger, write_contrast(trace, ledger, config.slos, None))
 
 

@@ -6,7 +6,7 @@ first three sum to TTFT, all four to E2E, exactly. `gap_lines` is the same for t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from tailscope.ledger.engine_time import EngineTime, OwnPrefill, Place, Prefills, Work
+from tailscope.ledger.engine_time import EngineTime, Limits, OwnPrefill, Place, Prefills, Work
 from tailscope.ledger.lines import Booking, Lines, Parts, mean_of
 from tailscope.ledger.lockstep import groups, load_ends, one_timeline
 from tailscope.ledger.recompute import write_told
@@ -41,8 +41,8 @@ class Ledger:
     spread_s: tuple[float, float] = (0.0, 0.0)
 
 
-def write_bills(trace: Trace, budgets: dict[str, float]) -> Ledger:
-    """Fill `bill_lines` for every request that is billed. `budgets`: token budget by instance, where known."""
+def write_bills(trace: Trace, limits: Mapping[str, Limits]) -> Ledger:
+    """Fill `bill_lines` for every request that is billed. `limits`: by instance, where known."""
     con = trace.connection
     for table in ("bill_lines", "gap_lines"):
         con.execute(
@@ -57,11 +57,11 @@ def write_bills(trace: Trace, budgets: dict[str, float]) -> Ledger:
         ledger.window_ns = (row["first"] or 0, row["last"] or 0)
     gaps = load_gaps(trace)
     for row in trace.rows("SELECT instance FROM joined WHERE billed GROUP BY instance ORDER BY instance"):
-        _write_instance(trace, ledger, gaps, row["instance"], budgets.get(row["instance"]))
+        _write_instance(trace, ledger, gaps, row["instance"], limits.get(row["instance"], Limits()))
     return ledger
 
 
-def _write_instance(trace: Trace, ledger: Ledger, gaps: Gaps, instance: str, budget: float | None) -> None:
+def _write_instance(trace: Trace, ledger: Ledger, gaps: Gaps, instance: str, limits: Limits) -> None:
     known = {"instance": instance}
     spans = {
         row["engine"]: (row["first_ns"], row["last_ns"])
@@ -101,7 +101,7 @@ def _write_instance(trace: Trace, ledger: Ledger, gaps: Gaps, instance: str, bud
             covered = requests.covered(*spans[engine])
             outside, mine[engine] = requests.select(~covered), requests.select(covered)
             _book(trace, ledger, outside, _phases_only(outside))
-        for engine, time in _times(trace, ledger, instance, mine, anywhere, len(spans), budget):
+        for engine, time in _times(trace, ledger, instance, mine, anywhere, len(spans), limits):
             requests = mine[engine]
             own = int(requests.inside(time.steps).sum())
             ledger.times[instance, engine] = time
@@ -121,7 +121,7 @@ def _times(
     requests: dict[int | None, Requests],
     anywhere: Requests | None,
     engines: int,
-    budget: float | None,
+    limits: Limits,
 ) -> Iterator[tuple[int | None, EngineTime]]:
     """The time of each engine of those that step together, which may be one, with its `requests`.
 
@@ -143,7 +143,7 @@ def _times(
     own = [OwnPrefill(s, p, culprits) for s, p in zip(steps, prefills, strict=True)]
     work = Work.of(steps, own)
     for i, engine in enumerate(requests):
-        yield engine, EngineTime(steps[i], prefills[i], culprits, budget, own[i], work, len(steps))
+        yield engine, EngineTime(steps[i], prefills[i], culprits, limits, own[i], work, len(steps))
 
 
 def _recompute_steps(requests: Requests, anywhere: Requests | None) -> float:

@@ -27,6 +27,14 @@ LEFT = 0.1
 
 
 @dataclass(frozen=True)
+class Limits:
+    """What a scheduler may put into a step, where it is known: tokens, and requests that run at once."""
+
+    tokens: float | None = None
+    requests: float | None = None
+
+
+@dataclass(frozen=True)
 class Steps:
     """An engine's steps in order, arrays of one length."""
 
@@ -200,7 +208,7 @@ class EngineTime:
         steps: Steps,
         prefills: Prefills,
         culprits: int,
-        budget: float | None,
+        limits: Limits,
         own: OwnPrefill,
         work: Work,
         engines: int = 1,
@@ -240,7 +248,7 @@ class EngineTime:
         self.prefill_by_nobody = _prefix(rate * np.maximum(0.0, 1.0 - work.known))
         #: Its own steps: those in which it only ran along with others are none.
         self.count = _prefix(steps.own)
-        self._block(budget, own, tile)
+        self._block(limits, own, tile)
         held = self._held(prefills, culprits)
         total = np.maximum(np.sum(held, axis=0) if held else np.zeros(n), 1e-9)
         self.held_by = [_prefix(tile * share / total) for share in held]
@@ -258,10 +266,10 @@ class EngineTime:
         worst = np.argsort(-unexplained, kind="stable")[:count]
         return [(int(k), float(unexplained[k])) for k in worst]
 
-    def _block(self, budget: float | None, own: OwnPrefill, tile: Floats) -> None:
+    def _block(self, limits: Limits, own: OwnPrefill, tile: Floats) -> None:
         """What kept waiting requests out of each step; a used-up budget by the class that used it."""
         steps = self.steps
-        blocked = self._blocked(budget)
+        blocked = self._blocked(limits)
         self.blocked = {name: _prefix(tile * mask) for name, mask in blocked.items()}
         rate = tile * blocked["budget"] * _share_of(steps.prefill_tokens, steps.recompute_tokens)
         by_known = rate / np.maximum(own.known, 1.0)
@@ -269,17 +277,20 @@ class EngineTime:
         self.budget_by_nobody = _prefix(by_known * np.maximum(0.0, 1.0 - own.known))
         self.budget_by_recompute = _prefix(tile * blocked["budget"] - rate)
 
-    def _blocked(self, budget: float | None) -> dict[str, Floats]:
+    def _blocked(self, limits: Limits) -> dict[str, Floats]:
         """For each step, what kept a waiting request out: budget, kv, slots, as 0/1."""
         steps = self.steps
         tokens = steps.prefill_tokens + steps.decode_tokens
         largest = float(tokens.max(initial=0.0))
-        budget = budget or (largest if largest >= MIN_BUDGET else np.inf)
+        budget = limits.tokens or (largest if largest >= MIN_BUDGET else np.inf)
         by_budget = (tokens >= BUDGET_FULL * budget) & (steps.prefill_tokens + steps.recompute_tokens > 0)
-        by_kv = ~by_budget & (np.nan_to_num(steps.kv_usage) >= KV_FULL)
-        most = np.nanmax(steps.running) if np.isfinite(steps.running).any() else np.inf
         waits = np.nan_to_num(steps.waiting) > 0
-        by_slots = ~by_budget & ~by_kv & (steps.running >= most) & waits
+        # The scheduler looks for a slot before it looks for blocks; what the most slots are must be known for that.
+        slots = limits.requests or np.inf
+        no_slot = ~by_budget & (np.nan_to_num(steps.running) >= slots) & waits
+        by_kv = ~by_budget & ~no_slot & (np.nan_to_num(steps.kv_usage) >= KV_FULL)
+        most = np.nanmax(steps.running) if np.isfinite(steps.running).any() else np.inf
+        by_slots = no_slot | (~by_budget & ~by_kv & (steps.running >= most) & waits)
         by_kv |= ~by_budget & ~by_slots & self._head_too_big(waits)
         return {"budget": by_budget.astype(float), "kv": by_kv.astype(float), "slots": by_slots.astype(float)}
 

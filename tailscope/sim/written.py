@@ -23,7 +23,7 @@ from tailscope.sim import truth as true_bills
 from tailscope.sim.emit.files import write_files
 from tailscope.sim.emit.kineto import profile_tables, write_profiles
 from tailscope.sim.engine import simulate
-from tailscope.sim.outcome import STATUS_NAMES, Floats, Outcome, ns
+from tailscope.sim.outcome import STATUS_NAMES, Floats, Ints, Outcome, ns
 from tailscope.sim.scenario_file import without
 from tailscope.sim.tables import request_tables
 
@@ -186,8 +186,12 @@ def costs(outcome: Outcome, other: Outcome) -> dict[str, dict[str, dict[str, flo
 
 
 def p99s(outcome: Outcome) -> dict[str, dict[str, float]]:
-    """load -> metric -> p99 of the requests that were answered, seconds, as their front end measured it."""
+    """load -> metric -> p99 of the requests that were answered, and of the gaps between their tokens, seconds, as their
+    front end measured them."""
     q, found = outcome.requests, {}
+    gaps = [_gaps(outcome, place) for place in range(len(outcome.engines))]
+    gap_load = q.load[np.concatenate([request for request, _ in gaps])]
+    gap_s = np.concatenate([seconds for _, seconds in gaps])
     for index, load in enumerate(outcome.scenario.loads):
         mine = (q.load == index) & np.isfinite(q.finished_s)
         if mine.sum() < MIN_ANSWERS:
@@ -198,4 +202,14 @@ def p99s(outcome: Outcome) -> dict[str, dict[str, float]]:
         if (tokens > 0).sum() >= MIN_ANSWERS:
             tpot = ((e2e - ttft)[tokens > 0]) / tokens[tokens > 0]
             found[load.name]["TPOT"] = float(np.quantile(tpot, 0.99))
+            found[load.name]["ITL"] = float(np.quantile(gap_s[gap_load == index], 0.99))
     return found
+
+
+def _gaps(outcome: Outcome, place: int) -> tuple[Ints, Floats]:
+    """(request, seconds) of each gap between two tokens of a request that was answered."""
+    request, _, times = outcome.token_times(outcome.engines[place])
+    q = outcome.requests
+    same = np.append(False, request[1:] == request[:-1])
+    same &= np.isfinite(q.finished_s[request]) & (q.engine[request] == place)
+    return request[same], np.diff(times, prepend=0.0)[same]

@@ -6,8 +6,8 @@ something that looks like a fault and is none. What a fault truly costs is measu
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -33,13 +33,18 @@ Kind = Literal["fault", "pair", "decoy"]
 
 @dataclass(frozen=True)
 class Family:
-    """`make(rng, strength)` is a world; `strengths` are those played. `why`: what it is to show, for the report."""
+    """`make(rng, strength)` is a world; `strengths` are those played. `why`: what it is to show, for the report.
+
+    `suspects`: by rule, a decoy without that at which the rule may point, but with all its load. Where that makes a p99
+    5 % better after all, the world is no decoy for this rule.
+    """
 
     name: str
     kind: Kind
     make: Callable[[Rng, float], Scenario]
     why: str
     strengths: tuple[float, ...] = (1.0,)
+    suspects: Mapping[str, Callable[[Scenario], Scenario]] = field(default_factory=dict)
 
     def world(self, strength: float, seed: int) -> Scenario:
         # Each strength has worlds of its own: the same ones made worse would be so many fewer draws.
@@ -154,7 +159,7 @@ ROOMY = {"engine": {"kv_blocks": 200_000}}
 
 def short_of_cache(one: Scenario, share: float) -> Scenario:
     """The world with so small a KV cache that for `share` of the time more would be held than fits."""
-    roomy = replace(one, engine=replace(one.engine, kv_blocks=ROOMY["engine"]["kv_blocks"]))
+    roomy = with_room(one)
     steps = simulate(roomy).engines[0].steps
     held = steps.kv_usage * (roomy.engine.kv_blocks - 1)
     order = np.argsort(held)
@@ -241,20 +246,27 @@ def squeeze_and_straggler(rng: Rng, strength: float) -> Scenario:
     return replace(one, faults=(fault,), causes=(storm, late))
 
 
+def with_short_prompts(one: Scenario) -> Scenario:
+    """As many requests with as long answers, whose prompts are as short as the first load's."""
+    first = one.loads[0]
+    return replace(
+        one,
+        loads=(
+            first,
+            *(replace(o, prompt_tokens=first.prompt_tokens, prefix_tokens=0) for o in one.loads[1:]),
+        ),
+    )
+
+
+def with_room(one: Scenario) -> Scenario:
+    return replace(one, engine=replace(one.engine, kv_blocks=200_000))
+
+
 # -- decoys ------------------------------------------------------------------------------------
 
 
 def healthy(rng: Rng, _: float) -> Scenario:
     return world(rng, chat(rng))
-
-
-def mixed_lengths(rng: Rng, _: float) -> Scenario:
-    """Prompts of all lengths up to a few thousand tokens, as chats have them, with room to spare."""
-    load = chat(rng, uniform(rng, 2, 5), prompt_tokens=Sizes(uniform(rng, 200, 400), 0.9, 8, 3_000))
-    one = world(rng, load)
-    return replace(
-        one, cost=replace(one.cost, prefill_token=min(one.cost.prefill_token, 2.5e-5), attention=3e-10)
-    )
 
 
 def common_load(rng: Rng, _: float) -> Scenario:
@@ -268,29 +280,24 @@ def common_load(rng: Rng, _: float) -> Scenario:
     cached = Load(
         "agents",
         rate=uniform(rng, 0.3, 1.0),
-        prompt_tokens=Sizes(6_060, 0.0),
+        prompt_tokens=Sizes(2_560, 0.0),
         output_tokens=Sizes(80, 0.4, 4, 300),
-        prefix_tokens=6_000,
-        prefixes=2,
+        prefix_tokens=2_528,
         **together,  # type: ignore[arg-type]
     )
-    return world(rng, replace(chat(rng), **together), cached)  # type: ignore[arg-type]
+    one = world(rng, replace(chat(rng), **together), cached)  # type: ignore[arg-type]
+    return replace(one, cost=replace(one.cost, attention=1e-10, stair=0))
 
 
 def healthy_preemptions(rng: Rng, _: float) -> Scenario:
     """A cache that is full for a moment; a preemption or two that nobody feels."""
     one = squeezed(rng, 1.0)
+    while simulate(with_room(one)).engines[0].steps.waiting.max():
+        one = squeezed(rng, 1.0)  # has more to do than it can, whatever its cache
     for share in (1e-3, 3e-4, 1e-4, 3e-5):
         tried = short_of_cache(one, share)
-        full, roomy = (
-            simulate(tried),
-            simulate(replace(tried, engine=replace(tried.engine, kv_blocks=200_000))),
-        )
-        cost = max(
-            (p["with"] / p["without"] for metrics in costs(full, roomy).values() for p in metrics.values()),
-            default=1.0,
-        )
-        if cost < 1.02:
+        p99s = costs(simulate(tried), simulate(with_room(tried))).values()
+        if max((p["with"] / p["without"] for metrics in p99s for p in metrics.values()), default=1.0) < 1.02:
             break
     return replace(tried, causes=())
 
@@ -360,13 +367,30 @@ FAMILIES: tuple[Family, ...] = (
     Family("coupling + straggler", "pair", coupling_and_straggler, "both at once", (1, 2)),
     Family("kv-squeeze + straggler", "pair", squeeze_and_straggler, "both at once", (0.5, 1.5)),
     Family("healthy", "decoy", healthy, "nothing wrong"),
-    Family("mixed lengths", "decoy", mixed_lengths, "prompts of all lengths, none of which anybody feels"),
-    Family("common load", "decoy", common_load, "bursts of short and of long, cached prompts together"),
-    Family("healthy preemptions", "decoy", healthy_preemptions, "a preemption or two that cost little"),
+    Family(
+        "common load",
+        "decoy",
+        common_load,
+        "bursts of short and of long, cached prompts together",
+        suspects={"hol-coupling": with_short_prompts},
+    ),
+    Family(
+        "healthy preemptions",
+        "decoy",
+        healthy_preemptions,
+        "a preemption or two that cost little",
+        suspects={"preemption-storm": with_room},
+    ),
     Family("long outputs", "decoy", long_outputs, "one tenant with answers ten times as long"),
     Family("gateway", "decoy", at_the_gateway, "waiting and rejections moved to a gateway"),
     Family("closed loop", "decoy", stall_in_closed_loop, "a stall that a closed loop hides"),
     Family("clocks apart", "decoy", clocks_apart, "every rank's clock off, no rank slow"),
-    Family("simply long", "decoy", simply_long, "a class that is slow itself and harms nobody"),
+    Family(
+        "simply long",
+        "decoy",
+        simply_long,
+        "a class that is slow itself and harms nobody",
+        suspects={"hol-coupling": with_short_prompts},
+    ),
     Family("too few", "decoy", too_few, "a dozen requests"),
 )

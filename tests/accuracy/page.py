@@ -31,7 +31,8 @@ def render(result: Mapping[str, Any]) -> str:
 FAMILIES_TEXT = (
     "*felt*: worlds with a cause that costs 20 % or more. *top-1*: the first finding names it, with its culprit; *top-3*: the "
     "second or third does. *abstained*: nothing was found, and the verdict is that nothing can be said. *false*: worlds with a finding "
-    "that names no cause of theirs, or more than a low one that names a cause that costs less than 5 %.\n"
+    "that names no cause of theirs, or more than a low one that names a cause that costs less than 5 %. *no decoy*: decoys in "
+    "which what was to look like a fault raises a p99 by 5 % or more after all; they are not counted as decoys.\n"
 )
 BILLS_TEXT = (
     "The parts of a class's excess, tail against typical requests, by the ledger and by the simulator, which knows who was in "
@@ -87,12 +88,35 @@ def _nulls(result: Mapping[str, Any]) -> str:
 
 
 def _families(result: Mapping[str, Any]) -> str:
-    names = ("n", "felt", "top-1", "top-3", "later", "wrong", "abstained", "missed", "false_alarms")
+    names = (
+        "n",
+        "felt",
+        "top-1",
+        "top-3",
+        "later",
+        "wrong",
+        "abstained",
+        "missed",
+        "false_alarms",
+        "no_decoy",
+    )
     rows = [
         (f"{f['family']}: {WHY.get(f['family'], '')}", *(f"{f[name]:,}" for name in names))
         for f in result["families"]
     ]
-    heads = ("world", "n", "felt", "top-1", "top-3", "later", "wrong", "abstained", "missed", "false")
+    heads = (
+        "world",
+        "n",
+        "felt",
+        "top-1",
+        "top-3",
+        "later",
+        "wrong",
+        "abstained",
+        "missed",
+        "false",
+        "no decoy",
+    )
     return _grid(heads, rows)
 
 

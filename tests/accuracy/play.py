@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from tailscope.sim.emit.files import write_files
 from tailscope.sim.emit.kineto import write_profiles
 from tailscope.sim.engine import simulate
 from tailscope.sim.outcome import Outcome
-from tailscope.sim.scenario import Cause, Scenario
+from tailscope.sim.scenario import Cause, Load, Scenario
 from tailscope.sim.scenario_file import without
 from tailscope.sim.truth import Bills, bills
 from tailscope.sim.written import costs, tables, write_trace
@@ -50,7 +51,7 @@ NOTABLE = 0.25
 
 @dataclass
 class Played:
-    """One world's result. `cost`: the largest share by which a cause raises a class's p99, by rule."""
+    """One world's result. `cost`: the largest share by which a cause raises a class's p99, by rule, `suspects` the same of what only looks like one."""
 
     family: str
     kind: str
@@ -59,6 +60,7 @@ class Played:
     via: str
     labels: dict[str, str | None] = field(default_factory=dict)
     cost: dict[str, float] = field(default_factory=dict)
+    suspects: dict[str, float] = field(default_factory=dict)
     verdict: str = ""
     findings: list[dict[str, Any]] = field(default_factory=list)
     checks: dict[str, str] = field(default_factory=dict)
@@ -74,12 +76,14 @@ def play(family_name: str, strength: float, seed: int, via: str) -> dict[str, An
     began = time.perf_counter()
     family = next(f for f in FAMILIES if f.name == family_name)
     scenario = family.world(strength, seed)
-    result = _played(scenario, Played(family.name, family.kind, strength, seed, via))
+    result = _played(scenario, family.suspects, Played(family.name, family.kind, strength, seed, via))
     result.seconds = time.perf_counter() - began
     return asdict(result)
 
 
-def _played(scenario: Scenario, result: Played) -> Played:
+def _played(
+    scenario: Scenario, suspects: Mapping[str, Callable[[Scenario], Scenario]], result: Played
+) -> Played:
     outcome = simulate(scenario)
     slow = any(fault.kind == "slow-rank" for fault in scenario.faults)
     result.part_profiled = (
@@ -89,6 +93,10 @@ def _played(scenario: Scenario, result: Played) -> Played:
     for cause in scenario.causes:
         result.labels[cause.rule] = _culprit(cause, outcome)
         result.cost[cause.rule] = _cost(outcome, others[cause.rule])
+    result.suspects = {
+        rule: _cost(outcome, simulate(innocent(scenario)), scenario.loads[:1])
+        for rule, innocent in suspects.items()
+    }
     folder = Path(tempfile.mkdtemp(prefix="tailscope-accuracy-"))
     try:
         with Trace(str(_trace(outcome, folder, result.via)), threads=1) as trace:
@@ -127,12 +135,14 @@ def _culprit(cause: Cause, outcome: Outcome) -> str | None:
     return "class:" + "|".join(dict.fromkeys(classes[np.searchsorted(edges, np.sort(prompts), side="right")]))
 
 
-def _cost(outcome: Outcome, other: Outcome) -> float:
+def _cost(outcome: Outcome, other: Outcome, loads: Sequence[Load] | None = None) -> float:
+    """By what share a p99 is higher than in another world, at most; of `loads` if given, else of all that both have."""
+    names = {load.name for load in loads or outcome.scenario.loads}
     shares = [
         p99["with"] / p99["without"] - 1
-        for metrics in costs(outcome, other).values()
+        for load, metrics in costs(outcome, other).items()
         for p99 in metrics.values()
-        if p99["without"] > 0
+        if load in names and p99["without"] > 0
     ]
     return max(shares, default=0.0)
 

@@ -49,10 +49,12 @@ def causes(world: World, least: float) -> dict[str, str | None]:
 def false_alarms(world: World) -> list[str]:
     """Findings that name no cause, or make much of one that costs nothing."""
     there = causes(world, NOTHING)
+    # What a rule points at costs something after all.
+    there |= {rule: None for rule, cost in world["suspects"].items() if cost >= NOTHING}
     return [
         f"{f['rule']} {f['culprit']} ({f['severity']})"
         for f in found(world)
-        if not is_right(f, world["labels"] if f["severity"] == "low" else there)
+        if not is_right(f, (world["labels"] if f["severity"] == "low" else {}) | there)
     ]
 
 
@@ -97,6 +99,7 @@ def by_family(worlds: Iterable[World]) -> list[dict[str, Any]]:
                 "all_found": all_found,
                 "false_alarms": len(alarms),
                 "alarms": dict(Counter(a for w in alarms for a in false_alarms(w))),
+                "no_decoy": sum(max(w["suspects"].values(), default=0.0) >= NOTHING for w in members),
                 "undecided": sum(w["verdict"] == "inconclusive" for w in members),
             }
         )
@@ -121,16 +124,20 @@ def bars(worlds: Sequence[World]) -> list[dict[str, Any]]:
     """The bars, each with n and the 95 % bound that has to keep it."""
     felt = [w for w in worlds if causes(w, FELT)]
     top1, top3 = (sum(outcome(w) in names for w in felt) for names in (("top-1",), ("top-1", "top-3")))
-    decoys = [w for w in worlds if w["kind"] == "decoy"]
+    decoys = [
+        w for w in worlds if w["kind"] == "decoy" and max(w["suspects"].values(), default=0.0) < NOTHING
+    ]
     alarmed = sum(bool(false_alarms(w)) for w in decoys)
-    wrong = sum(bool(false_alarms(w)) for w in worlds if w["kind"] != "decoy")
+    beside = [w for w in worlds if w["kind"] != "decoy"]
+    wrong = sum(bool(false_alarms(w)) for w in beside)
     rows = [
         _at_least("top-1 of what costs ≥ 20 % of a p99", top1, len(felt), TOP1_BAR),
         _at_least("top-3 of the same", top3, len(felt), TOP1_BAR),
         _at_most("false alarms in healthy and decoy worlds", alarmed, len(decoys), FALSE_ALARM_BAR),
     ]
-    others = len(worlds) - len(decoys)
-    rows.append({"bar": "wrong findings beside a fault", "n": others, "value": wrong / max(others, 1)})
+    rows.append(
+        {"bar": "wrong findings beside a fault", "n": len(beside), "value": wrong / max(len(beside), 1)}
+    )
     return rows
 
 
