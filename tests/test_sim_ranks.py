@@ -247,6 +247,10 @@ def test_files_hold_what_the_tables_say(tmp_path: Path) -> None:
             for name, table in profile_tables(one).items():
                 sql = f"SELECT * FROM {name} WHERE list_contains($instances, instance)"
                 read = trace.connection.sql(sql, params={"instances": one.instances()}).to_arrow_table()
+                if name == "sources":
+                    # Paths are those of this test, hashes of the files' content; and what a reader skips no table has.
+                    told = ["instance", "kind", "clock", "offset_ns", "rows", "first_ns", "last_ns"]
+                    read, table = (t.select([*told, "source"]) for t in (read, table))
                 assert rows_of(read) == rows_of(table)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -564,12 +564,14 @@ def _us(times_ns: Ints) -> list[float]:
 
 
 def profile_tables(outcome: Outcome) -> dict[str, pa.Table]:
-    """`profiles`, `rank_events` and `iterations` (of ranks) as `ingest` makes them of the files, by table; those with rows."""
+    """`profiles`, `rank_events`, `iterations` (of ranks) and `sources` as `ingest` makes them of the files, by table; those
+    with rows."""
     parts: dict[str, list[pa.Table]] = {}
     for profile in _profiles(outcome):
         tables = {"profiles": _profiles_row(profile), "rank_events": _rank_events(profile)}
         if profile.batches:
             tables["iterations"] = _iterations(profile)
+        tables["sources"] = _source_row(profile, tables)
         for name, rows in tables.items():
             parts.setdefault(name, []).append(rows)
     return {name: pa.concat_tables(tables) for name, tables in parts.items()}
@@ -583,6 +585,33 @@ def _common(profile: _Profile) -> dict[str, Any]:
         "rank": profile.rank,
         "source": hashlib.blake2b(text.encode(), digest_size=8).hexdigest(),
     }
+
+
+def _source_row(profile: _Profile, tables: Mapping[str, pa.Table]) -> pa.Table:
+    """What `ingest` says of the file; like other simulated sources it has its own id for a hash of its content."""
+    common = _common(profile)
+    times = [rows[BY_NAME[name].time or ""].to_numpy() for name, rows in tables.items()]
+    row = {
+        "instance": common["instance"],
+        "source": common["source"],
+        "kind": "torch_profiler",
+        "path": f"{common['instance']}/{profile.file_name}",
+        "content_hash": common["source"],
+        "collector": "torch_profiler",
+        "version": "1",
+        "clock": "wall",
+        "offset_ns": BASE_NS,
+        "rows": sum(rows.num_rows for rows in tables.values()),
+        "rows_rejected": 0,
+        "values_blanked": 0,
+        "rows_duplicate": 0,
+        "rows_conflicting": 0,
+        "instances": [],
+        "folder": common["instance"],
+        "first_ns": min(int(t.min()) for t in times),
+        "last_ns": max(int(t.max()) for t in times),
+    }
+    return BY_NAME["sources"].batch({name: [value] for name, value in row.items()})
 
 
 def _of_rank(profile: _Profile) -> dict[str, Any]:

@@ -1,0 +1,120 @@
+"""The accuracy worlds: their scores mean what the page says, and the page is made from what is stored."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tree import ROOT
+
+sys.path.insert(0, str(Path(__file__).parent / "accuracy"))
+
+import page
+import score
+from families import FAMILIES
+from play import play
+
+from tailscope import registry
+from tailscope.sim.engine import simulate
+from tailscope.sim.scenario_file import without
+
+STORED, PAGE = ROOT / "docs" / "accuracy.json", ROOT / "docs" / "accuracy.md"
+
+
+def world(**changes: Any) -> dict[str, Any]:
+    """A world with a coupling that costs half a p99 more, and found."""
+    base: dict[str, Any] = {
+        "kind": "fault",
+        "labels": {"hol-coupling": "class:<8k|<32k"},
+        "cost": {"hol-coupling": 0.5},
+        "suspects": {},
+        "verdict": "found",
+        "findings": [finding()],
+    }
+    return {**base, **changes}
+
+
+def finding(**changes: Any) -> dict[str, Any]:
+    return {"rule": "hol-coupling", "culprit": "class:<32k", "status": "found", "severity": "high", **changes}
+
+
+def test_the_page_is_made_from_what_is_stored() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page.render(json.loads(STORED.read_bytes()))
+
+
+def test_what_is_stored_meets_the_bars_it_says() -> None:
+    stored = json.loads(STORED.read_bytes())
+    assert stored["form"] == "full" and not stored["failed"] and not score.broken(stored)
+    assert {bar["bar"] for bar in stored["bars"] if bar.get("holds") is False} == set()
+    assert {name for row in stored["confusion"].values() for name in row} <= {
+        score.NOBODY,
+        *(rule.name for rule, _ in registry.rules()),
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "top-1"),
+        ({"findings": []}, "missed"),
+        ({"findings": [], "verdict": "inconclusive"}, "abstained"),
+        ({"findings": [finding(status="inconclusive")]}, "missed"),
+        ({"findings": [finding(rule="straggler-rank"), finding()]}, "top-3"),
+        ({"findings": [finding(rule="straggler-rank")]}, "wrong"),
+        ({"findings": [finding(culprit="class:<2k")]}, "wrong"),
+        ({"labels": {"hol-coupling": None}, "findings": [finding(culprit="class:<2k")]}, "top-1"),
+    ],
+)
+def test_outcomes(changes: dict[str, Any], expected: str) -> None:
+    assert score.outcome(world(**changes)) == expected
+
+
+def test_false_alarms() -> None:
+    assert score.false_alarms(world()) == []
+    assert score.false_alarms(world(findings=[finding(rule="straggler-rank", culprit="rank:1")]))
+    nothing = world(cost={"hol-coupling": 0.01})
+    assert score.false_alarms(nothing), "much is made of what costs nothing"
+    assert not score.false_alarms({**nothing, "findings": [finding(severity="low")]})
+    decoy = world(kind="decoy", labels={}, cost={})
+    assert score.false_alarms(decoy)
+    assert not score.false_alarms({**decoy, "suspects": {"hol-coupling": 0.3}}), "it is right after all"
+
+
+def test_bounds() -> None:
+    # Of the rule of three: nothing in 300 bounds a share by 1 %.
+    assert score.bound(0, 300, "upper") == pytest.approx(0.01, abs=0.0005)
+    assert score.bound(300, 300, "lower") == pytest.approx(0.99, abs=0.0005)
+    assert score.bound(0, 10, "lower") == 0 and score.bound(10, 10, "upper") == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
+def test_a_family_has_worlds_of_its_own(family: Any) -> None:
+    one, same, other = (family.world(family.strengths[0], seed) for seed in (1, 1, 3))
+    assert one == same and one != other
+    assert bool(one.causes) == (family.kind != "decoy")
+    for cause in one.causes:
+        assert without(one, cause) != one
+
+
+@pytest.mark.parametrize(
+    ("family", "strength", "via"), [("coupling", 3, "tables"), ("kv-squeeze", 15, "files")]
+)
+def test_a_world_is_played(family: str, strength: float, via: str) -> None:
+    played = play(family, strength, 1, via)
+    assert score.outcome(played) == "top-1" and not score.false_alarms(played)
+    assert played["bill_errors"]
+    for bill in played["bill_errors"]:
+        assert sum(bill["true"].values()) == pytest.approx(1, abs=0.02), "the parts are the excess"
+        assert sum(bill["said"].values()) == pytest.approx(1, abs=0.02)
+
+
+def test_a_suspect_is_innocent_with_the_same_load() -> None:
+    for family in FAMILIES:
+        one = family.world(family.strengths[0], 1) if family.suspects else None
+        for innocent in family.suspects.values():
+            assert one is not None
+            before, after = simulate(one).requests, simulate(innocent(one)).requests
+            assert len(before) == len(after) and (before.planned == after.planned).all()
