@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from real import EXAMPLE
 
 from tailscope.align import Scope
-from tailscope.config import Config
+from tailscope.config import Attributes, Config
 from tailscope.engine import diagnose
 from tailscope.ingest import ingest
 from tailscope.model import Diagnosis
@@ -93,8 +93,13 @@ SCENARIOS = {
         faults=tuple(Fault("pause", reason=reason, from_s=1.5 * (i + 1)) for i, reason in enumerate(REASONS)),
         telemetry=Telemetry(scrape_s=0.25, profile=((6.5, 0.5),)),
     ),
+    "tenants": replace(
+        PLAIN, loads=(replace(LOAD, tenant="a\n\u00e9"), replace(LOAD, name="bulk", priority=5))
+    ),
     "silent": replace(PLAIN, duration_s=0.05, loads=(Load("none", requests=0),)),
 }
+#: What spans of the fleet's own name.
+NAMED = Attributes(tenant="sim.tenant", priority="sim.priority")
 #: Of a source only what does not depend on the file's bytes and place.
 OF_SOURCES = ["instance", "kind", "clock", "offset_ns", "offset_error_ns", "rows", "rows_rejected", "values_blanked",
               "rows_duplicate", "rows_conflicting", "instances", "folder", "first_ns", "last_ns"]  # fmt: skip
@@ -120,7 +125,7 @@ def written(folder: Path, name: str) -> Path:
 def ingested(folder: Path, name: str) -> Path:
     trace = folder / f"{name}.parquet"
     if not trace.is_dir():
-        for outcome in ingest([written(folder, name)], trace, config=Config(), options=Options()):
+        for outcome in ingest([written(folder, name)], trace, config=Config(), options=Options(NAMED)):
             assert outcome.status == "ingested", outcome
             assert not outcome.tally.rejected, outcome
             # Of several answers whose client left no one can tell which had which token.

@@ -33,7 +33,8 @@ class Load:
     fast; at sends at the instants of `times_s`, with `prompts` and `outputs` if given.
     `common_load`: loads with one such name share the burst process. `prefix_tokens` of each prompt are one of
     `prefixes` common beginnings. `timeout_s`: the client leaves after so long without its whole answer; `abort_share`
-    leave at a random instant of their answer.
+    leave at a random instant of their answer. `tenant` and a `priority` other than 0 are in the spans as `sim.tenant` and
+    `sim.priority`, names for `[attributes]` in tailscope.toml; a trace written with `-o` has them without.
     """
 
     name: str

@@ -200,7 +200,10 @@ def _span_columns(outcome: Outcome, view: FrontEnd) -> dict[str, Any]:
     first_token, last_token = arrival + spent["ttft"], arrival + spent["e2e"]
     scheduled = first_token - spent["prefill"]
     ids = [otlp.ids(outcome, view, request) for request in stays.request[told].tolist()]
+    loads = [outcome.scenario.loads[i] for i in outcome.requests.load[stays.request[told]]]
     return {
+        "tenant": [load.tenant for load in loads],
+        "priority": [load.priority or None for load in loads],
         "request_id": _ids(outcome, stays.request[told]),
         "trace_id": [trace.hex() for trace, _ in ids],
         "span_id": [span.hex() for _, span in ids],

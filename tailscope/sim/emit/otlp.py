@@ -22,6 +22,10 @@ DELAY_S, MOST = 5.0, 512
 SERVICE = "vllm"
 
 
+#: vLLM's spans say neither; a gateway of the fleet's own adds them, under names that `[attributes]` gives to `ingest`.
+TENANT, PRIORITY = "sim.tenant", "sim.priority"
+
+
 def order(view: FrontEnd) -> Ints:
     """Places in `view.told` in the order in which their spans end."""
     return np.argsort(view.stays.finished_s[view.told], kind="stable")
@@ -107,6 +111,11 @@ def _span(outcome: Outcome, view: FrontEnd, i: int, start: int) -> Span:
         "gen_ai.request.max_tokens": int(view.stays.max_tokens[stay]),
         "gen_ai.request.n": outcome.scenario.loads[int(requests.load[request])].n,
     }
+    load = outcome.scenario.loads[int(requests.load[request])]
+    if load.tenant is not None:
+        given[TENANT] = load.tenant
+    if load.priority:
+        given[PRIORITY] = load.priority
     span.attributes.extend(KeyValue(key=key, value=_value(value)) for key, value in given.items())
     return span
 
