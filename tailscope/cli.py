@@ -276,6 +276,7 @@ def sim(
     """Simulate a world whose every nanosecond is known: a trace, the emitters' files, and the truth."""
     from dataclasses import replace
 
+    from tailscope import registry
     from tailscope.sim.engine import simulate
     from tailscope.sim.scenario_file import load
     from tailscope.sim.written import check_places, write
@@ -288,6 +289,10 @@ def sim(
     world = load(scenario)
     if seed is not None:
         world = replace(world, seed=seed)
+    known = {rule.name for rule, _ in registry.rules()}
+    for cause in world.causes:
+        if cause.rule not in known:
+            print(f"note: no rule is called {cause.rule!r}; rules are {', '.join(sorted(known))}")
     outcome = simulate(world)
     for line in write(outcome, trace=output, raw=raw, truth=truth):
         print(line)

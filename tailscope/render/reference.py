@@ -10,6 +10,7 @@ import inspect
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -19,9 +20,25 @@ from tailscope.model import Collector, Rule
 from tailscope.scan import SQL_TYPES
 from tailscope.schema import TABLES, Table
 from tailscope.sim import scenario
+from tailscope.sim.outcome import START_NS
 
 COMMAND = "python -m tailscope.render.reference"
 FOLDER = Path("docs")
+TRUTH_SECTION = f"""## What `--truth` writes
+
+Simulated worlds begin at {datetime.fromtimestamp(START_NS / 1e9, UTC):%Y-%m-%d %H:%M:%S} UTC; seconds in a scenario and in `truth.json` count from then.
+
+| file | holds |
+| --- | --- |
+| `truth.json` | what was injected; for each `[[cause]]` the p99 of every load that is in both worlds, `with` it and `without` it, by metric; pauses and refusals as `events` |
+| `requests.parquet` | every request as it was: load, status, tokens, preemptions, and its instants. `intended_ns`: when its client would have sent it, `sent_ns`: when it did, `left_ns`: when the client gave up |
+| `bills.parquet` | the parts of each request's latency, by place (wait, queue, prefill, decode) and [component](components.md); they sum to `finished_ns - arrival_ns`. `culprit` is the load whose prefill it was; waiting for a limit (`queue_*`) has none |
+
+`request_id` there is LOAD-NUMBER. In a trace the client knows the same request as `cmpl-LOAD-NUMBER` and the engine as
+`cmpl-LOAD-NUMBER-0`; `answer` tells the answers of a call with `n` above 1 apart. The diagnosis speaks of classes, not of
+loads: give each load a `tenant` and make classes of tenants in tailscope.toml where lengths do not tell them apart.
+`diagnose` does not read causes: they are labels, for you and for `make accuracy`.
+"""
 #: Sections of the page on scenarios: how a table is written in TOML, and what reads it.
 SCENARIO_TABLES = {
     "`[[load]]`": scenario.Load,
@@ -102,6 +119,7 @@ def scenarios_page() -> str:
         "Not simulated: speculative decoding, LoRA, multimodal input, pipeline parallelism, KV offload to a second tier, and "
         "the slowing down that a profiler itself causes. A client's whole answer is its plan: there is no early stop.\n",
     ]
+    parts.append(TRUTH_SECTION)
     top = [
         f for f in fields(scenario.Scenario) if f.name in ("name", "seed", "duration_s", "model", "tolerated")
     ]
