@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,7 @@ TRUE_P99_S: Mapping[str, tuple[float, float]] = {
 }
 
 
+@lru_cache(maxsize=1)
 def window(name: str, seed: int) -> tuple[NDArray[np.int64], tuple[Floats, Floats]]:
     """Arrivals, and both metrics, of the chat requests of a window."""
     q = simulate(replace(WINDOWS[name], seed=seed)).requests
@@ -170,6 +172,11 @@ def interval_null(seed: int) -> Result:
         )
         covers[metric] = None if interval is None else bool(interval[0] <= truth <= interval[1])
     return {"test": "interval", "seed": seed, "window": name, **covers}
+
+
+def window_null(seed: int) -> Result:
+    """What both say of one window, which is played once."""
+    return {"test": "window", "seed": seed, "parts": [exceeds_null(seed), interval_null(seed)]}
 
 
 def pooled(name: str) -> tuple[float, float]:
@@ -259,7 +266,7 @@ def straggler_null(seed: int) -> Result:
 
 # -- all of them ----------------------------------------------------------------------------------
 
-TESTS: tuple[Callable[[int], Result], ...] = (exposure_null, exceeds_null, interval_null, straggler_null)
+TESTS: tuple[Callable[[int], Result], ...] = (exposure_null, window_null, straggler_null)
 NAMES = {
     "exposure": "hol-coupling without steps: unrelated pools in common bursts",
     "exceeds": "objective broken: the limit is the true p99",
@@ -285,6 +292,7 @@ def summarise(results: Sequence[Result]) -> list[Result]:
 
     A test that could not be made has not fired. Raises ValueError where the true p99s are out of date.
     """
+    results = [part for r in results for part in r.get("parts", [r])]
     _check_truth([r for r in results if r["test"] == "exceeds"])
     rows = []
     for test, name in NAMES.items():

@@ -69,6 +69,12 @@ def run_all(todo: list[Job], processes: int) -> dict[str, list[Any]]:
 
 
 def scored(results: dict[str, list[Any]], seconds: float, short: bool) -> dict[str, Any]:
+    failed = list(results.get("failed", []))
+    try:
+        null_rows = nulls.summarise([r for test in nulls.TESTS for r in results.get(test.__name__, [])])
+    except ValueError as error:
+        null_rows = []
+        failed.append({"job": "nulls.summarise", "error": str(error)})
     worlds = sorted(results.get("play", []), key=lambda w: (w["family"], w["strength"], w["via"], w["seed"]))
     return {
         "form": "short" if short else "full",
@@ -81,13 +87,13 @@ def scored(results: dict[str, list[Any]], seconds: float, short: bool) -> dict[s
         "bills": score.bill_errors(worlds),
         "bills_part_profiled": score.bill_errors(worlds, part_profiled=True),
         "blame": score.blame_errors(worlds),
-        "nulls": nulls.summarise([r for test in nulls.TESTS for r in results.get(test.__name__, [])]),
+        "nulls": null_rows,
         "not_right": [
             {k: w[k] for k in ("family", "strength", "seed", "via")} | {"outcome": score.verdict_of(w)}
             for w in worlds
             if score.verdict_of(w) not in ("right", "quiet", "not felt")
         ],
-        "failed": results.get("failed", []),
+        "failed": failed,
     }
 
 
