@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import nnls
 from scipy.special import bdtrik, betainc, ndtr
 
 Floats = NDArray[np.float64]
@@ -15,6 +16,8 @@ Ints = NDArray[np.int64]
 #: A quantile q needs this many effective samples beyond it before it is stated.
 MIN_TAIL_SAMPLES = 10.0
 CONFIDENCE = 0.95
+#: Residuals beyond so many of their scales count linearly (Huber 1981).
+HUBER = 1.345
 #: With fewer expected the normal distribution is none of a count's (Cochran 1954).
 FEW = 5.0
 #: Parts of a window whose loads are compared: more would be shorter than a burst, fewer would say little.
@@ -138,6 +141,40 @@ def histogram_quantile(
             high = float(bounds[i])
             return low, (None if np.isinf(high) else high)
     return None
+
+
+def robust_fit(features: Floats, values: Floats, root: Floats, rounds: int) -> Floats:
+    """Non-negative coefficients of `values` on the columns of `features`: least squares (Lawson & Hanson 1974) with Huber
+    weights, iterated (Huber 1981). Residuals are judged in units of 1 / `root`."""
+    # Columns of one size: nnls stops on an absolute tolerance.
+    size = np.maximum(np.abs(features).max(axis=0), 1e-12)
+    scaled = features / size
+    weight, coefficients = root, np.zeros(features.shape[1])
+    for _ in range(rounds):
+        previous = coefficients
+        # The triangular factor holds all that the least-squares problem needs, in a few rows.
+        weighted = np.column_stack([scaled * weight[:, None], values * weight])
+        triangle: Floats = np.asarray(np.linalg.qr(weighted, mode="r"))
+        coefficients, _norm = nnls(triangle[:, :-1], triangle[:, -1])
+        residual = np.abs(values - scaled @ coefficients) * root
+        scale = 1.4826 * float(np.median(residual)) or 1e-12
+        weight = root * np.sqrt(np.minimum(1.0, HUBER * scale / np.maximum(residual, 1e-12)))
+        if np.allclose(coefficients, previous, rtol=1e-4, atol=1e-12):
+            break
+    return np.asarray(coefficients / size)
+
+
+def prefix_sums(values: Floats) -> Floats:
+    """The sum of the values before each, and of all: one element more."""
+    return np.concatenate([[0.0], np.cumsum(values)])
+
+
+def active(first: NDArray[np.intp], beyond: NDArray[np.intp], values: Floats, n: int) -> Floats:
+    """Sum of `values` over the intervals [first, beyond) that contain each of n steps."""
+    change = np.bincount(first, weights=values, minlength=n + 1) - np.bincount(
+        beyond, weights=values, minlength=n + 1
+    )
+    return np.asarray(np.cumsum(change)[:n])
 
 
 @dataclass(frozen=True)

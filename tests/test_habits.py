@@ -110,6 +110,22 @@ def test_a_module_says_what_it_is(path: str) -> None:
     assert ast.get_docstring(ast.parse((ROOT / path).read_text(encoding="utf-8")))
 
 
+def test_the_top_level_holds_nothing_else() -> None:
+    """What is made beside the work lands there first."""
+    folders = {"tailscope", "collectors", "rules", "dashboards", "examples", "tests", "docs", ".ci"}
+    files = {
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "Makefile",
+        ".gitignore",
+    }
+    found = {path.parts[0] for path in source_files()}
+    assert found <= folders | files, f"not of the repository: {sorted(found - folders - files)}"
+
+
 def test_nothing_is_left_over() -> None:
     """No paths of the machine it was written on, no notes to self. (Spelled apart, or this file would be found.)"""
     unwanted = re.compile(r"/(?:work|root|home)/" + "|" + r"\b(?:TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")

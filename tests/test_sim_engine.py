@@ -405,7 +405,12 @@ loads = st.builds(
 def test_every_world_adds_up(engine: Engine, one: Load, two: Load, seed: int) -> None:
     cost = Cost(stair=64, heavy_share=0.05)
     scenario = Scenario((one, replace(two, name="b")), engine=engine, cost=cost, seed=seed, duration_s=4.0)
-    outcome = simulate(scenario)
+    try:
+        outcome = simulate(scenario)
+    except UsageError as error:
+        # Fetched cache of requests that wait behind one which does not fit beside it: a pair's alone, and said.
+        assert engine.prefill_replicas and engine.kv_blocks < 5000 and "stands still for ever" in str(error)
+        return
     q = outcome.requests
     assert set(q.status) <= {OK, ABORTED, TIMEOUT, REJECTED}, "nobody is left over"
     assert (q.output[q.status == OK] == q.planned[q.status == OK]).all()

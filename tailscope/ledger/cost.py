@@ -6,14 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
 
+from tailscope import stats
 from tailscope.stats import Floats
 
 #: Steps used for a fit. More do not change seven coefficients.
 FIT_STEPS = 40_000
 MIN_FIT_STEPS = 30
-HUBER = 1.345
 ROUNDS = 25
 
 #: A model that is off by more than half of most steps knows nothing.
@@ -63,7 +62,7 @@ class CostModel:
 
 
 def fit(base_features: Floats, prefill_features: Floats, tile: Floats) -> CostModel | None:
-    """Fit by non-negative least squares with Huber weights, iterated (Huber 1981; Lawson & Hanson 1974).
+    """Fit by `stats.robust_fit`.
 
     Residuals are scaled by the root of the duration, so that long steps count, but not as their square. The second
     column of `prefill_features` is 0 in a step without prefill. None below MIN_FIT_STEPS steps.
@@ -75,24 +74,8 @@ def fit(base_features: Floats, prefill_features: Floats, tile: Floats) -> CostMo
     chosen = np.concatenate([_thinned(usable[has_prefill]), _thinned(usable[~has_prefill])])
     features = np.hstack([base_features[chosen], prefill_features[chosen]])
     y = tile[chosen]
-    # Columns of one size: nnls stops on an absolute tolerance.
-    size = np.maximum(np.abs(features).max(axis=0), 1e-12)
-    scaled = features / size
     root = 1 / np.sqrt(np.maximum(y, SHORT * np.median(y)))
-    weight = root.copy()
-    coefficients = np.zeros(features.shape[1])
-    for _ in range(ROUNDS):
-        previous = coefficients
-        # The triangular factor holds all that the least-squares problem needs, in a few rows.
-        weighted = np.column_stack([scaled * weight[:, None], y * weight])
-        triangle: Floats = np.asarray(np.linalg.qr(weighted, mode="r"))
-        coefficients, _norm = nnls(triangle[:, :-1], triangle[:, -1])
-        residual = (y - scaled @ coefficients) * root
-        scale = 1.4826 * float(np.median(np.abs(residual))) or 1e-12
-        weight = root * np.sqrt(np.minimum(1.0, HUBER * scale / np.maximum(np.abs(residual), 1e-12)))
-        if np.allclose(coefficients, previous, rtol=1e-4, atol=1e-12):
-            break
-    coefficients = coefficients / size
+    coefficients = stats.robust_fit(features, y, root, ROUNDS)
     modelled = np.maximum(features @ coefficients, 1e-9)
     ratio = y / modelled
     split = base_features.shape[1]

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailscope.ledger.cost import MIN_FIT_STEPS, CostModel, fit
-from tailscope.stats import Floats, Ints
+from tailscope.stats import Floats, Ints, active, prefix_sums
 
 #: Steps whose KV cache is at least this full cannot admit a request of ordinary size.
 KV_FULL = 0.9
@@ -96,7 +96,7 @@ class OwnPrefill:
 
     def __init__(self, steps: Steps, prefills: Prefills, culprits: int) -> None:
         self.tokens = steps.prefill_tokens
-        self._token_sum = _prefix(self.tokens)
+        self._token_sum = prefix_sums(self.tokens)
         n = len(self.tokens)
         first = np.minimum(Place(steps, prefills.scheduled_ns).boundary(), n - 1)
         beyond = np.clip(Place(steps, prefills.first_token_ns).boundary(), first + 1, n)
@@ -107,7 +107,7 @@ class OwnPrefill:
         self.weight = np.nan_to_num(self.weight)
         #: Share of each step's prefill tokens that is each class's, and all classes'.
         self.by_class = [
-            _active(first[mine], beyond[mine], self.weight[mine], n)
+            active(first[mine], beyond[mine], self.weight[mine], n)
             for mine in (prefills.culprit == c for c in range(culprits))
         ]
         self.known = np.maximum(np.sum(self.by_class, axis=0) if self.by_class else np.zeros(n), 0.0)
@@ -128,8 +128,8 @@ class OwnPrefill:
         tokens = self.tokens
         n = len(tokens)
         w, cached = self.weight, np.nan_to_num(prefills.cached_tokens)
-        constant = _active(first, beyond, w * cached - w * w * self._token_sum[first], n)
-        slope = _active(first, beyond, w * w, n)
+        constant = active(first, beyond, w * cached - w * w * self._token_sum[first], n)
+        slope = active(first, beyond, w * w, n)
         middle = self._token_sum[:-1] + tokens / 2
         nobody = np.maximum(0.0, 1.0 - self.known) * tokens / 2
         return np.asarray(np.maximum(0.0, tokens * (constant + slope * middle + nobody)))
@@ -141,8 +141,7 @@ class Work:
 
     Features of the cost model; prefill tokens and those computed again after a preemption, whose cost is prefill's;
     the classes' shares of the prefill tokens, the sum of these shares, and the shares of requests that begin in the
-    step. `uneven`: by how much the prefill features
-    of the engine with most exceed those of the one with least.
+    step. `uneven`: by how much the prefill features of the engine with most exceed those of the one with least.
     """
 
     base_features: Floats
@@ -229,29 +228,37 @@ class EngineTime:
             base, computed, unexplained = self.cost.split(work.base_features, work.prefill_features, without)
         prefill = computed * _share_of(work.prefill_tokens, work.recompute_tokens)
         paused = np.where(np.nan_to_num(steps.paused) > 0, unexplained, 0.0)
-        self.busy, self.base, self.unexplained = _prefix(tile), _prefix(base), _prefix(unexplained - paused)
-        self.straggler_wait, self.slow_transfer, self.pause = _prefix(late), _prefix(slow), _prefix(paused)
-        self.recompute = _prefix(computed - prefill)
+        self.busy, self.base, self.unexplained = (
+            prefix_sums(tile),
+            prefix_sums(base),
+            prefix_sums(unexplained - paused),
+        )
+        self.straggler_wait, self.slow_transfer, self.pause = (
+            prefix_sums(late),
+            prefix_sums(slow),
+            prefix_sums(paused),
+        )
+        self.recompute = prefix_sums(computed - prefill)
         rate = prefill / np.maximum(work.known, 1.0)
         own_rate = rate
         if engines > 1:
             own_rate = rate * _share_of(steps.prefill_tokens, work.prefill_tokens - steps.prefill_tokens)
         #: Prefill time a request causes per unit of its weight.
-        self.own_rate = _prefix(own_rate)
+        self.own_rate = prefix_sums(own_rate)
         direct, begun = ([rate * share for share in shares] for shares in (work.by_class, work.begun))
         held_back = _held_back(direct, begun, tile, steps)
         caused = [d + g for d, g in zip(direct, _given(begun, held_back), strict=True)]
-        self.prefill_by = [_prefix(part) for part in caused]
+        self.prefill_by = [prefix_sums(part) for part in caused]
         #: What of a request's own prefill counts as each class's, per unit of its weight, at the step it begins in.
         self.own_held_back = [own_rate[own.first] * share[own.first] for share in held_back]
         #: Prefill of requests nobody saw finish: client aborts leave no span.
-        self.prefill_by_nobody = _prefix(rate * np.maximum(0.0, 1.0 - work.known))
+        self.prefill_by_nobody = prefix_sums(rate * np.maximum(0.0, 1.0 - work.known))
         #: Its own steps: those in which it only ran along with others are none.
-        self.count = _prefix(steps.own)
+        self.count = prefix_sums(steps.own)
         self._block(limits, own, tile)
         held = self._held(prefills, culprits)
         total = np.maximum(np.sum(held, axis=0) if held else np.zeros(n), 1e-9)
-        self.held_by = [_prefix(tile * share / total) for share in held]
+        self.held_by = [prefix_sums(tile * share / total) for share in held]
 
     def at(self, sums: Floats, place: Place) -> Floats:
         """The prefix sum up to each instant, linear inside a step."""
@@ -270,12 +277,12 @@ class EngineTime:
         """What kept waiting requests out of each step; a used-up budget by the class that used it."""
         steps = self.steps
         blocked = self._blocked(limits)
-        self.blocked = {name: _prefix(tile * mask) for name, mask in blocked.items()}
+        self.blocked = {name: prefix_sums(tile * mask) for name, mask in blocked.items()}
         rate = tile * blocked["budget"] * _share_of(steps.prefill_tokens, steps.recompute_tokens)
         by_known = rate / np.maximum(own.known, 1.0)
-        self.budget_by = [_prefix(by_known * share) for share in own.by_class]
-        self.budget_by_nobody = _prefix(by_known * np.maximum(0.0, 1.0 - own.known))
-        self.budget_by_recompute = _prefix(tile * blocked["budget"] - rate)
+        self.budget_by = [prefix_sums(by_known * share) for share in own.by_class]
+        self.budget_by_nobody = prefix_sums(by_known * np.maximum(0.0, 1.0 - own.known))
+        self.budget_by_recompute = prefix_sums(tile * blocked["budget"] - rate)
 
     def _blocked(self, limits: Limits) -> dict[str, Floats]:
         """For each step, what kept a waiting request out: budget, kv, slots, as 0/1."""
@@ -309,7 +316,7 @@ class EngineTime:
         beyond = np.maximum(np.minimum(Place(self.steps, prefills.last_ns).boundary(), n), first)
         held = np.nan_to_num(prefills.held_tokens)
         return [
-            np.maximum(_active(first[mine], beyond[mine], held[mine], n), 0.0)
+            np.maximum(active(first[mine], beyond[mine], held[mine], n), 0.0)
             for mine in (prefills.culprit == c for c in range(culprits))
         ]
 
@@ -379,15 +386,3 @@ def _given(begun: list[Floats], shares: list[Floats]) -> list[Floats]:
 def _share_of(part: Floats, rest: Floats) -> Floats:
     """The share that `part` is of both; all of it where there is no rest."""
     return np.asarray(np.where(rest > 0, part / np.maximum(part + rest, 1e-12), 1.0))
-
-
-def _prefix(values: Floats) -> Floats:
-    return np.concatenate([[0.0], np.cumsum(values)])
-
-
-def _active(first: NDArray[np.intp], beyond: NDArray[np.intp], values: Floats, n: int) -> Floats:
-    """Sum of `values` over the intervals [first, beyond) that contain each of n steps."""
-    change = np.bincount(first, weights=values, minlength=n + 1) - np.bincount(
-        beyond, weights=values, minlength=n + 1
-    )
-    return np.asarray(np.cumsum(change)[:n])

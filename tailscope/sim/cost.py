@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil, sqrt
+from math import sqrt
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,13 @@ from tailscope.sim.scheduler import Batch
 
 #: Random factors are drawn so many at a time.
 DRAWN = 1024
+
+
+def prefill_seconds(cost: Cost, tokens: Any, requests: Any, attention: Any) -> Any:
+    """What `tokens` of `requests` cost in a step, attending to `attention` token² before them: numbers, or arrays alike."""
+    if cost.stair:
+        tokens = -(-tokens // cost.stair) * cost.stair
+    return cost.prefill_token * tokens + cost.prefill_request * requests + cost.attention * attention
 
 
 class StepCost:
@@ -30,7 +38,8 @@ class StepCost:
         requests = batch.prefill_requests + batch.recompute_requests
         prefill = 0.0
         if requests:
-            prefill = self.prefill(batch.prefill_tokens + batch.recompute_tokens, requests, batch.attention)
+            tokens = batch.prefill_tokens + batch.recompute_tokens
+            prefill = prefill_seconds(self.cost, tokens, requests, batch.attention)
         noise, heavy = self._factors.pop()
         noise = factor * noise ** sqrt(self.cost.step / (base + prefill))
         return base * noise, prefill * noise, (heavy - 1.0) * (base + prefill) * noise
@@ -40,12 +49,6 @@ class StepCost:
         if c.cache_tokens and context > c.cache_tokens:
             context = c.cache_tokens + round((context - c.cache_tokens) * c.cache_factor)
         return c.step + c.decode_request * decodes + c.context_token * context
-
-    def prefill(self, tokens: int, requests: int, attention: float) -> float:
-        c = self.cost
-        if c.stair:
-            tokens = ceil(tokens / c.stair) * c.stair
-        return c.prefill_token * tokens + c.prefill_request * requests + c.attention * attention
 
     def _draw(self) -> list[tuple[float, float]]:
         c = self.cost

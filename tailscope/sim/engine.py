@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tailscope.errors import UsageError
-from tailscope.sim.frontend import FrontEnd
+from tailscope.sim.api_server import ApiServer
 from tailscope.sim.lanes import EngineRun, Lane, pauses
 from tailscope.sim.outcome import (
     ABORTED,
@@ -24,7 +24,7 @@ from tailscope.sim.outcome import (
     Requests,
 )
 from tailscope.sim.ranks import RankWorld
-from tailscope.sim.scenario import Scenario
+from tailscope.sim.scenario import Scenario, end_s
 from tailscope.sim.scheduler import Batch, Request
 from tailscope.sim.workload import Closed, make
 
@@ -54,7 +54,6 @@ class _Row:
         "last_shown",
         "left",
         "load",
-        "n",
         "of_engine",
         "of_prefill",
         "planned",
@@ -73,7 +72,7 @@ class _Row:
     def __init__(self, id: str, load: int, intended: float, prompt: int, output: int) -> None:
         self.id, self.load, self.intended, self.prompt, self.planned = id, load, intended, prompt, output
         self.sent = self.arrival = self.first_shown = self.last_shown = self.finished = self.left = nan
-        self.prefix, self.prefix_tokens, self.priority, self.n = -1, 0, 0, 1
+        self.prefix, self.prefix_tokens, self.priority = -1, 0, 0
         self.timeout = self.abort_after = self.transfer = nan
         self.status, self.engine, self.prefill_engine = UNFINISHED, -1, -1
         self.of_engine: Request | None = None
@@ -104,7 +103,7 @@ class _Play:
         self._of_instance: dict[str, list[EngineRun]] = {}
         for engine in self.engines:
             self._of_instance.setdefault(engine.instance, []).append(engine)
-        self._frontends = {name: FrontEnd(scenario.cost.frontend, self.at) for name in self._of_instance}
+        self._api_servers = {name: ApiServer(scenario.cost.frontend, self.at) for name in self._of_instance}
         self._turn = self._prefill_turn = 0
         self._in_flight = 0
         self._queue: deque[_Row] = deque()
@@ -162,7 +161,7 @@ class _Play:
                 )
             what(now)
         self._check_over()
-        self._tellpauses()
+        self._tell_pauses()
         return self._outcome()
 
     def _check_over(self) -> None:
@@ -197,7 +196,7 @@ class _Play:
         ):
             for _ in range(n):
                 row = _Row(f"{names[load]}-{index:05d}", load, intended, prompt, output)
-                row.prefix, row.prefix_tokens, row.priority, row.n = prefix, prefix_tokens, priority, n
+                row.prefix, row.prefix_tokens, row.priority = prefix, prefix_tokens, priority
                 row.timeout, row.abort_after = timeout, abort
                 self._counts[load] = max(self._counts[load], index + 1)
                 yield row
@@ -211,8 +210,9 @@ class _Play:
 
     def _user_sends(self, load: int, now: float) -> None:
         spec = self.scenario.loads[load]
-        until = min(self.scenario.duration_s, inf if spec.to_s is None else spec.to_s)
-        if now >= until or (spec.requests is not None and self._counts[load] >= spec.requests):
+        if now >= end_s(spec, self.scenario.duration_s) or (
+            spec.requests is not None and self._counts[load] >= spec.requests
+        ):
             return
         prompt, output, prefix, prefix_tokens, timeout, abort = self._closed[load].draw()
         row = _Row(f"{spec.name}-{self._counts[load]:05d}", load, now, prompt, output)
@@ -299,9 +299,7 @@ class _Play:
         engine = min(instance, key=lambda e: (e.load, e.number))
         delay = 0.0
         for fault in self._slow_frontends:
-            if fault.replica == engine.lane.instance and fault.from_s <= arrival < (
-                inf if fault.to_s is None else fault.to_s
-            ):
+            if fault.replica == engine.lane.instance and fault.holds_at(arrival):
                 delay += fault.length_s
         request = self._request(row, row.planned if not self.prefillers else 1)
         if self.prefillers:
@@ -312,7 +310,7 @@ class _Play:
 
     def _to_engine(self, engine: EngineRun, request: Request, now: float) -> None:
         """Through the API server to the engine's input."""
-        self._frontends[engine.instance].take(now, lambda t: engine.lane.put(engine, request, t))
+        self._api_servers[engine.instance].take(now, lambda t: engine.lane.put(engine, request, t))
 
     def _choose(self, lanes: list[Lane], turn: int) -> Lane:
         """The instance a request goes to, by its first lane."""
@@ -407,7 +405,7 @@ class _Play:
 
     # -- what became of it -----------------------------------------------------------------------
 
-    def _tellpauses(self) -> None:
+    def _tell_pauses(self) -> None:
         last = max((e.rows[-1][2] for e in self.engines if e.rows), default=0.0)
         for fault in self.scenario.faults:
             if fault.kind == "pause":

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
 
+from tailscope import stats
 from tailscope.errors import UsageError
 from tailscope.sim.scenario import Cost
 from tailscope.stats import Floats, Ints
@@ -22,8 +22,6 @@ from tailscope.store import Trace
 LEAST_STEPS = 30
 #: More do not change them.
 FIT_STEPS = 40_000
-#: Residuals beyond so many of their scales count linearly (Huber 1981).
-HUBER = 1.345
 ROUNDS = 40
 #: A step takes some time, whatever the fit says.
 LEAST_STEP_S = 1e-6
@@ -109,7 +107,7 @@ def cost_of(steps: Features) -> Cost:
         )
     steps = _thinned(steps)
     features, seconds = steps.matrix, steps.seconds
-    coefficients = _robust(features, seconds)
+    coefficients = stats.robust_fit(features, seconds, 1 / np.sqrt(seconds), ROUNDS)
     modelled = np.maximum(features @ coefficients, 1e-9)
     # The noise of a step that does nothing else; that of longer ones is smaller by the root of their length.
     coefficients[0] = max(coefficients[0], LEAST_STEP_S)
@@ -167,26 +165,6 @@ def _spread(logarithms: Floats) -> float:
     return float(high - low) / 2
 
 
-def _robust(features: Floats, seconds: Floats) -> Floats:
-    """Non-negative coefficients by Huber's iterated weights (Lawson & Hanson 1974 for the least squares)."""
-    # Columns of one size: nnls stops on an absolute tolerance.
-    size = np.maximum(np.abs(features).max(axis=0), 1e-12)
-    scaled = features / size
-    root = 1 / np.sqrt(seconds)
-    weight, coefficients = root, np.zeros(features.shape[1])
-    for _ in range(ROUNDS):
-        previous = coefficients
-        weighted = np.column_stack([scaled * weight[:, None], seconds * weight])
-        triangle: Floats = np.asarray(np.linalg.qr(weighted, mode="r"))
-        coefficients, _norm = nnls(triangle[:, :-1], triangle[:, -1])
-        residual = np.abs(seconds - scaled @ coefficients) * root
-        scale = 1.4826 * float(np.median(residual)) or 1e-12
-        weight = root * np.sqrt(np.minimum(1.0, HUBER * scale / np.maximum(residual, 1e-12)))
-        if np.allclose(coefficients, previous, rtol=1e-4, atol=1e-12):
-            break
-    return np.asarray(coefficients / size)
-
-
 def _thinned(steps: Features) -> Features:
     """At most FIT_STEPS of them, evenly spaced; half the places are for those with prefill, which are fewer."""
     prefill = np.flatnonzero(steps.prefill_tokens > 0)
@@ -209,9 +187,9 @@ def _context(steps: Columns, requests: Columns) -> Floats:
     length = np.maximum(last - first, 1)
     share = np.clip((requests["output_tokens"] - 1) / length, 0.0, 1.0) * (last > first)
     start = requests["prompt_tokens"] + 1 - share * (first + 1)
-    slope = _active(first + 1, last + 1, share * share, n)
-    context = _active(first + 1, last + 1, share * start, n) + slope * np.arange(n)
-    known = _active(first + 1, last + 1, share, n)
+    slope = stats.active(first + 1, last + 1, share * share, n)
+    context = stats.active(first + 1, last + 1, share * start, n) + slope * np.arange(n)
+    known = stats.active(first + 1, last + 1, share, n)
     scale = np.where(known > 0.5, steps["decode_requests"] / np.maximum(known, 0.5), 0.0)
     return np.asarray(np.maximum(context * np.clip(scale, *SCALE), 0.0))
 
@@ -261,13 +239,6 @@ def _nearest(end: Ints, times: Ints) -> NDArray[np.intp]:
     after = np.clip(np.searchsorted(end, times), 1, max(len(end) - 1, 1))
     nearer = np.abs(end[np.minimum(after, len(end) - 1)] - times) <= np.abs(end[after - 1] - times)
     return np.asarray(np.where(nearer, np.minimum(after, len(end) - 1), after - 1))
-
-
-def _active(first: NDArray[np.intp], beyond: NDArray[np.intp], values: Floats, n: int) -> Floats:
-    """For each of n steps, the sum of `values` over the intervals [first, beyond) it lies in."""
-    change = np.bincount(first, weights=values, minlength=n + 1)[: n + 1]
-    change = change - np.bincount(beyond, weights=values, minlength=n + 1)[: n + 1]
-    return np.asarray(np.cumsum(change)[:n])
 
 
 # -- reading the trace -------------------------------------------------------------------------

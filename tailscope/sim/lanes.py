@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from math import inf
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy as np
 from tailscope.sim.cost import StepCost
 from tailscope.sim.outcome import EngineOutcome, Runs, Steps
 from tailscope.sim.ranks import RankWorld
-from tailscope.sim.scenario import Fault, Scenario
+from tailscope.sim.scenario import Fault, Scenario, end_s
 from tailscope.sim.scheduler import Batch, Request, Scheduler
 
 
@@ -122,7 +121,7 @@ class Lane:
         """When a step ends, and what each engine's part in it costs."""
         factor = 1.0
         for fault in self.slow:
-            if fault.from_s <= start < (inf if fault.to_s is None else fault.to_s):
+            if fault.holds_at(start):
                 factor *= fault.factor
         parts = [cost.of(batch, factor) for cost, batch in zip(self.costs, batches, strict=True)]
         work = [sum(part) for part in parts]
@@ -228,7 +227,7 @@ def pauses(scenario: Scenario, faults: list[Fault]) -> list[tuple[float, float]]
     found = []
     for fault in faults:
         time = fault.from_s
-        until = min(scenario.duration_s, inf if fault.to_s is None else fault.to_s)
+        until = end_s(fault, scenario.duration_s)
         while time < until:
             found.append((time, fault.length_s))
             if fault.every_s is None:

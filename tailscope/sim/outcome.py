@@ -26,7 +26,6 @@ STATUS_NAMES = ("ok", "aborted", "timeout", "rejected", "unfinished")
 
 #: `phase` of a run.
 PREFILL, DECODE, RECOMPUTE = range(3)
-PHASE_NAMES = ("prefill", "decode", "recompute")
 
 #: Why the head of the waiting queue was not admitted in a step, in `Steps.blocked`.
 NOT_BLOCKED, BY_BUDGET, BY_KV, BY_SLOTS, BY_PREEMPTION = range(5)

@@ -244,7 +244,7 @@ class RankWorld:
         """What is slow in a step that begins at `start_s`."""
         work = everyone = engines = None
         for fault, slow, drawn in zip(self._faults, self._slow, chance, strict=True):
-            if start_s < fault.from_s or (fault.to_s is not None and start_s >= fault.to_s):
+            if not fault.holds_at(start_s):
                 continue
             if drawn >= fault.often:
                 continue

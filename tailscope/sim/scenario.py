@@ -100,11 +100,11 @@ class Cost:
     linear: step + decode_request·D + context_token·C + prefill_token·P + prefill_request·N + attention·A, D decoding
     requests with C tokens of context in all, P prefill tokens of N requests which attend to A token² before them.
     `stair`: prefill tokens are computed in tiles of so many (0: exactly). `cache_tokens`: beyond so much context of the
-    batch each further token costs `cache_factor` times. `noise`: sigma of the log-normal factor
-    of a step that does nothing else; it shrinks with the root of a longer step's length, as sums do. `heavy_share` of
-    the steps take a Pareto factor (`heavy_alpha`) more. `host_gap`: between one step's end and the next's start;
-    `frontend`: what a request takes alone in the API server before the engine's input; n that come together take n times as long each; `output`: from a step's end to
-    the API server's having its result.
+    batch each further token costs `cache_factor` times. `noise`: sigma of the log-normal factor of a step that does
+    nothing else; it shrinks with the root of a longer step's length, as sums do. `heavy_share` of the steps take a
+    Pareto factor (`heavy_alpha`) more. `host_gap`: between one step's end and the next's start; `frontend`: what a
+    request takes alone in the API server before the engine's input, where n that come together take n times as long
+    each; `output`: from a step's end to the API server's having its result.
     """
 
     step: float = 0.006
@@ -181,6 +181,14 @@ class Fault:
     phase: str | None = None
     layers: tuple[int, ...] = ()
     often: float = 1.0
+
+    def holds_at(self, time_s: float) -> bool:
+        return self.from_s <= time_s and (self.to_s is None or time_s < self.to_s)
+
+
+def end_s(spec: Load | Fault, duration_s: float) -> float:
+    """When a load sends no more, or a fault is over, in a world whose clients send for `duration_s`."""
+    return duration_s if spec.to_s is None else min(spec.to_s, duration_s)
 
 
 @dataclass(frozen=True)

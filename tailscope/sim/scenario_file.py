@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from tailscope.errors import UsageError
 from tailscope.safe import printable
 from tailscope.sim.ranks import DENSE, MOE, MOE_TP
-from tailscope.sim.scenario import Cause, Fault, Load, Scenario, Sizes
+from tailscope.sim.scenario import Cause, Fault, Load, Scenario, Sizes, end_s
 
 #: A load that would send more is a mistake of units; it would not fit in memory either.
 MOST_REQUESTS = 5_000_000
@@ -428,7 +428,7 @@ def _check_ranks(scenario: Scenario) -> None:
 
 
 def _check_load(scenario: Scenario, load: Load, place: str) -> None:
-    end = scenario.duration_s if load.to_s is None else min(load.to_s, scenario.duration_s)
+    end = end_s(load, scenario.duration_s)
     if load.from_s >= end:
         _fail(f"{place} from_s", f"{load.from_s:g} s is not before its end, {end:g} s: it would never send")
     if load.arrivals == "at" and not load.times_s:

@@ -23,13 +23,16 @@ from tailscope.sim.outcome import (
 )
 from tailscope.sim.scenario import Engine
 
+#: Blocks of a request that is done belong to no one who may come back; their owners count down from here.
+NOBODYS = -(1 << 40)
+
 
 class Request:
     """A request in an engine. `total`: tokens of prompt and answer so far; `computed` of them are in the KV cache once
     all batches made so far have run; `issued`: answer tokens that those batches give."""
 
     __slots__ = (
-        "blocks", "cached", "computed", "first_token_s", "gave", "gone", "index", "input_s", "issued", "last_token_s", "leaves_at", "next_turn",
+        "blocks", "cached", "computed", "first_token_s", "gave", "gone", "index", "input_s", "issued", "last_token_s", "leaves_at",
         "order", "output", "preempted_untold", "preemptions", "prefix", "prefix_blocks", "prompt", "queued_s", "remote",
         "run_before", "run_first", "run_last", "scheduled_s", "sharing", "total", "transfer_s", "zero_first", "zero_last",
     )  # fmt: skip
@@ -52,7 +55,6 @@ class Request:
         #: Seconds its KV cache takes to come from a prefill instance; None: it computes its own.
         self.transfer_s: float | None = None
         self.remote = False
-        self.next_turn = -1
         self.run_first = self.run_last = self.zero_first = self.zero_last = -2
         self.run_before = 0
         #: Number of the last batch in which a prefill gave a token.
@@ -78,7 +80,6 @@ class Batch:
         "prefill_tokens",
         "recompute_requests",
         "recompute_tokens",
-        "victims",
     )  # fmt: skip
 
     def __init__(self, number: int, made_s: float) -> None:
@@ -90,7 +91,6 @@ class Batch:
         self.firsts: list[Request] = []
         self.finishing: list[Request] = []
         self.leaving: list[Request] = []
-        self.victims: list[Request] = []
 
     @property
     def empty(self) -> bool:
@@ -191,15 +191,7 @@ class Scheduler:
                 else:
                     self._begin_run(request, number, computed)
                 request.computed = computed + 1
-                issued = request.issued = request.issued + 1
-                request.total += 1
-                if request.preempted_untold:
-                    batch.preempted_told += request.preempted_untold
-                    request.preempted_untold = 0
-                if issued == request.output:
-                    batch.finishing.append(request)
-                if issued == request.leaves_at:
-                    batch.leaving.append(request)
+                self._give(batch, request)
             else:
                 self._prefill(batch, request, tokens)
         batch.decodes += decodes
@@ -257,16 +249,19 @@ class Scheduler:
         ):
             request.sharing = shareable
             request.blocks -= shareable - had
-        if not gives:
-            return
-        request.gave = batch.number
+        if gives:
+            request.gave = batch.number
+            self._give(batch, request)
+            if request.issued == 1:
+                batch.firsts.append(request)
+
+    def _give(self, batch: Batch, request: Request) -> None:
+        """A token comes with the batch, and with it what was not told of the request."""
         request.issued += 1
         request.total += 1
         if request.preempted_untold:
             batch.preempted_told += request.preempted_untold
             request.preempted_untold = 0
-        if request.issued == 1:
-            batch.firsts.append(request)
         if request.issued == request.output:
             batch.finishing.append(request)
         if request.issued == request.leaves_at:
@@ -336,7 +331,6 @@ class Scheduler:
         victim.remote, victim.transfer_s = False, None
         victim.preemptions += 1
         batch.preempted += 1
-        batch.victims.append(victim)
         if in_flight and last is not None:
             # The event rides on the output that is still to come.
             last.preempted_told += 1
@@ -345,7 +339,7 @@ class Scheduler:
         self._enqueue(victim, front=True)
 
     def _free(self, request: Request, keep: bool) -> None:
-        owner = request.index if keep else -(1 << 40) - request.index
+        owner = request.index if keep else NOBODYS - request.index
         full = request.computed // self.kv.size - request.sharing
         self.kv.give_back(owner, request.blocks, min(max(full, 0), request.blocks))
         if request.sharing:

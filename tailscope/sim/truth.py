@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from tailscope.sim.cost import prefill_seconds
 from tailscope.sim.outcome import (
     BLOCKED_NAMES,
     DECODE,
@@ -23,8 +24,8 @@ from tailscope.sim.outcome import (
     Outcome,
     ns,
 )
+from tailscope.stats import prefix_sums
 
-PLACES = ("wait", "queue", "prefill", "decode")
 #: Component that takes what nothing else does, by place.
 RESTS = {"wait": "frontend", "queue": "queue", "prefill": "unexplained", "decode": "unexplained"}
 
@@ -75,16 +76,16 @@ class _Tiles:
             np.add.at(self.attention, step, tokens * (r.computed_before[prompt] + tokens / 2))
         self.tokens = self.tokens_by.sum(axis=0)
         rate = s.prefill_s / np.maximum(self.tokens, 1.0)
-        self.base = _prefix(s.base_s + host)
-        self.prefill_by = [_prefix(rate * tokens) for tokens in self.tokens_by[:-1]]
+        self.base = prefix_sums(s.base_s + host)
+        self.prefill_by = [prefix_sums(rate * tokens) for tokens in self.tokens_by[:-1]]
         self.lost = {
-            "recompute": _prefix(rate * self.tokens_by[-1]),
-            "unexplained": _prefix(s.chance_s),
-            "straggler_wait": _prefix(s.straggler_s),
-            "slow_transfer": _prefix(s.transfer_s),
-            "pause": _prefix(s.pause_s),
+            "recompute": prefix_sums(rate * self.tokens_by[-1]),
+            "unexplained": prefix_sums(s.chance_s),
+            "straggler_wait": prefix_sums(s.straggler_s),
+            "slow_transfer": prefix_sums(s.transfer_s),
+            "pause": prefix_sums(s.pause_s),
         }
-        self.whole = _prefix(self.end_s - self.start_s)
+        self.whole = prefix_sums(self.end_s - self.start_s)
 
     def place(self, times: Floats) -> tuple[Ints, Floats]:
         """Tile and share of it that is over, of each instant; idle time belongs to the end of the tile before."""
@@ -179,7 +180,7 @@ class _Booked:
         length = np.maximum(until - t.made_s, 0.0)
         for reason in ("budget", "kv", "slots"):
             blocked = np.isin(s.blocked, [i for i, name in enumerate(BLOCKED_NAMES) if name == reason])
-            sums = _prefix(np.where(blocked, length, 0.0))
+            sums = prefix_sums(np.where(blocked, length, 0.0))
             start = np.clip(np.searchsorted(t.made_s, q.queued_s[mine], side="right") - 1, 0, None)
             end = np.searchsorted(t.made_s, q.scheduled_s[mine], side="right") - 1
             self.add("queue", f"queue_{reason}", None, mine, np.maximum(sums[end] - sums[start], 0.0))
@@ -220,21 +221,12 @@ class _Booked:
 
     def _own(self, chunks: _Chunks) -> None:
         """In the steps of its own chunks: what they would have cost with its prefill alone, and what the others added."""
-        t, s, c = self.tiles, self.engine.steps, self.cost
-        tokens = np.ceil(chunks.tokens / c.stair) * c.stair if c.stair else chunks.tokens
-        alone = (
-            c.prefill_token * tokens
-            + c.prefill_request
-            + c.attention * chunks.tokens * (chunks.before + chunks.tokens / 2)
-        )
+        t, s = self.tiles, self.engine.steps
+        attention = chunks.tokens * (chunks.before + chunks.tokens / 2)
+        alone = prefill_seconds(self.cost, chunks.tokens, 1, attention)
         step = chunks.step
         everyone = t.tokens[step]
-        all_tokens = np.ceil(everyone / c.stair) * c.stair if c.stair else everyone
-        modelled = (
-            c.prefill_token * all_tokens
-            + c.prefill_request * t.requests[step]
-            + c.attention * t.attention[step]
-        )
+        modelled = prefill_seconds(self.cost, everyone, t.requests[step], t.attention[step])
         own = np.minimum(s.prefill_s[step], s.prefill_s[step] * alone / np.maximum(modelled, 1e-15))
         others = s.prefill_s[step] - own
         self.add("prefill", "own_prefill", None, chunks.request, own + np.diff(t.base)[step])
@@ -315,7 +307,3 @@ def table(outcome: Outcome, made: Bills) -> pa.Table:
             )
         )
     return pa.concat_tables(parts)
-
-
-def _prefix(values: Floats) -> Floats:
-    return np.concatenate([[0.0], np.cumsum(values)])

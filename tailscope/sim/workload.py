@@ -23,7 +23,7 @@ from scipy.signal import lfilter
 
 from tailscope.errors import BadInput
 from tailscope.sim.outcome import Floats, Ints
-from tailscope.sim.scenario import Load, Scenario, Sizes
+from tailscope.sim.scenario import Load, Scenario, Sizes, end_s
 
 #: Of the clients that leave, one in five does so before its first token; the rest spread evenly over the answer.
 LEAVE_BEFORE_FIRST = 0.2
@@ -164,15 +164,10 @@ def _requests(load: Load, scenario: Scenario, source: _Source) -> tuple[Floats, 
     return times, source.draw(len(times))
 
 
-def _end(load: Load, scenario: Scenario) -> float:
-    """The instant from which a load sends no more."""
-    return scenario.duration_s if load.to_s is None else min(load.to_s, scenario.duration_s)
-
-
 def _chosen(times: Floats, load: Load, scenario: Scenario) -> Ints:
     """Which of given instants a load sends at, in order of time."""
     order = np.argsort(times, kind="stable")
-    inside = (times[order] >= load.from_s) & (times[order] < _end(load, scenario))
+    inside = (times[order] >= load.from_s) & (times[order] < end_s(load, scenario.duration_s))
     chosen: Ints = order[inside][: load.requests]
     return chosen
 
@@ -189,7 +184,7 @@ def _stream(seed: int, name: str, purpose: str) -> np.random.Generator:
 def _arrivals(load: Load, scenario: Scenario) -> Floats:
     """Instants from `from_s` to the load's end; a regular load sends its first at `from_s`."""
     random = _stream(scenario.seed, load.name, "arrivals")
-    length = _end(load, scenario) - load.from_s
+    length = end_s(load, scenario.duration_s) - load.from_s
     if length <= 0 or load.arrivals == "closed":
         return np.empty(0)
     if load.arrivals == "regular":
@@ -215,7 +210,7 @@ def _unit_poisson(random: np.random.Generator, length: float) -> Floats:
 def _bursty(load: Load, scenario: Scenario, random: np.random.Generator) -> Floats:
     """A Poisson process of rate 1, its time stretched where the rate is low: exact for a rate in stairs."""
     name, purpose = (load.common_load, "common load") if load.common_load else (load.name, "bursts")
-    end = _end(load, scenario)
+    end = end_s(load, scenario.duration_s)
     step = load.burst_s / GRID_PER_BURST
     grid = np.arange(int(np.ceil(end / step)) + 1) * step
     x = load.burst_sigma * _ar1(_stream(scenario.seed, name, purpose), len(grid) - 1)
@@ -320,7 +315,7 @@ def _played(trace: Trace, load: Load, scenario: Scenario, source: _Source) -> tu
     times = load.from_s + trace.arrival_s / load.speed
     order = _chosen(times, load, scenario)
     if not len(order):
-        until = f"{_end(load, scenario):g} s of the world"
+        until = f"{end_s(load, scenario.duration_s):g} s of the world"
         raise BadInput(
             f"no request of the trace arrives before {until}",
             path=load.trace or "",

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from families import cost, engine, uniform
 from numpy.typing import NDArray
-from scipy.stats import beta
+from scipy.stats import binomtest
 
 from tailscope import registry, stats
 from tailscope.align import Scope, align
@@ -277,10 +277,8 @@ NAMES = {
 def share_of(name: str, hits: int, n: int, bar: str, low: float, high: float, **more: Any) -> Result:
     """A row of the summary: a share with its 95 % interval (Clopper and Pearson 1934), and whether all of that lies within
     `low` and `high`."""
-    interval = (
-        float(beta.ppf(0.025, hits, n - hits + 1)) if hits else 0.0,
-        float(beta.ppf(0.975, hits + 1, n - hits)) if hits < n else 1.0,
-    )
+    exact = binomtest(hits, n).proportion_ci(0.95, method="exact")
+    interval = float(exact.low), float(exact.high)
     return {
         "name": name, "n": n, "share": hits / n, "low": interval[0], "high": interval[1], "bar": bar,
         "holds": low <= interval[0] and interval[1] <= high, **more,

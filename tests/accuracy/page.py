@@ -88,36 +88,14 @@ def _nulls(result: Mapping[str, Any]) -> str:
 
 
 def _families(result: Mapping[str, Any]) -> str:
-    names = (
-        "n",
-        "felt",
-        "top-1",
-        "top-3",
-        "later",
-        "wrong",
-        "abstained",
-        "missed",
-        "false_alarms",
-        "no_decoy",
-    )
+    columns = {
+        name: name for name in ("n", "felt", "top-1", "top-3", "later", "wrong", "abstained", "missed")
+    } | {"false_alarms": "false", "no_decoy": "no decoy"}
     rows = [
-        (f"{f['family']}: {WHY.get(f['family'], '')}", *(f"{f[name]:,}" for name in names))
+        (f"{f['family']}: {WHY.get(f['family'], '')}", *(f"{f[name]:,}" for name in columns))
         for f in result["families"]
     ]
-    heads = (
-        "world",
-        "n",
-        "felt",
-        "top-1",
-        "top-3",
-        "later",
-        "wrong",
-        "abstained",
-        "missed",
-        "false",
-        "no decoy",
-    )
-    return _grid(heads, rows)
+    return _grid(("world", *columns.values()), rows)
 
 
 def _confusion(result: Mapping[str, Any]) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from play import GROUPS
-from scipy.stats import beta
+from scipy.stats import binomtest
 
 #: A cause that raises no class's p99 by so much need not be found.
 FELT = 0.2
@@ -20,11 +20,11 @@ NOBODY = "(nothing)"
 World = Mapping[str, Any]
 
 
-def bound(hits: int, n: int, side: str) -> float:
-    """One-sided 95 % bound of a share (Clopper and Pearson 1934): `lower` or `upper`."""
-    if side == "lower":
-        return 0.0 if hits == 0 else float(beta.ppf(0.05, hits, n - hits + 1))
-    return 1.0 if hits == n else float(beta.ppf(0.95, hits + 1, n - hits))
+def bound(hits: int, n: int, side: Literal["lower", "upper"]) -> float:
+    """One-sided 95 % bound of a share (Clopper and Pearson 1934)."""
+    beyond: Literal["greater", "less"] = "greater" if side == "lower" else "less"
+    interval = binomtest(hits, n, alternative=beyond).proportion_ci(0.95, method="exact")
+    return float(interval.low if side == "lower" else interval.high)
 
 
 def is_right(finding: Mapping[str, Any], labels: Mapping[str, str | None]) -> bool:
@@ -131,9 +131,9 @@ def bars(worlds: Sequence[World]) -> list[dict[str, Any]]:
     beside = [w for w in worlds if w["kind"] != "decoy"]
     wrong = sum(bool(false_alarms(w)) for w in beside)
     rows = [
-        _at_least("top-1 of what costs ≥ 20 % of a p99", top1, len(felt), TOP1_BAR),
-        _at_least("top-3 of the same", top3, len(felt), TOP1_BAR),
-        _at_most("false alarms in healthy and decoy worlds", alarmed, len(decoys), FALSE_ALARM_BAR),
+        _bar("top-1 of what costs ≥ 20 % of a p99", top1, len(felt), TOP1_BAR, "lower"),
+        _bar("top-3 of the same", top3, len(felt), TOP1_BAR, "lower"),
+        _bar("false alarms in healthy and decoy worlds", alarmed, len(decoys), FALSE_ALARM_BAR, "upper"),
     ]
     rows.append(
         {"bar": "wrong findings beside a fault", "n": len(beside), "value": wrong / max(len(beside), 1)}
@@ -141,29 +141,18 @@ def bars(worlds: Sequence[World]) -> list[dict[str, Any]]:
     return rows
 
 
-def _at_least(name: str, hits: int, n: int, bar: float) -> dict[str, Any]:
-    low = bound(hits, n, "lower") if n else 0.0
+def _bar(name: str, hits: int, n: int, limit: float, side: Literal["lower", "upper"]) -> dict[str, Any]:
+    """A share that must be at least `limit` by its lower bound, or at most by its upper one."""
+    least = side == "lower"
+    kept = bound(hits, n, side) if n else 0.0 if least else 1.0
     return {
         "bar": name,
         "n": n,
         "hits": hits,
         "value": hits / max(n, 1),
-        "bound": low,
-        "limit": f"≥ {bar:.0%}",
-        "holds": low >= bar,
-    }
-
-
-def _at_most(name: str, hits: int, n: int, bar: float) -> dict[str, Any]:
-    high = bound(hits, n, "upper") if n else 1.0
-    return {
-        "bar": name,
-        "n": n,
-        "hits": hits,
-        "value": hits / max(n, 1),
-        "bound": high,
-        "limit": f"≤ {bar:.0%}",
-        "holds": high <= bar,
+        "bound": kept,
+        "limit": f"{'≥' if least else '≤'} {limit:.0%}",
+        "holds": kept >= limit if least else kept <= limit,
     }
 
 

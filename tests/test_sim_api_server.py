@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from tailscope.sim.frontend import FrontEnd
+from tailscope.sim.api_server import ApiServer
 
 
 def through(arrivals: Sequence[float], seconds: float) -> list[float]:
@@ -19,7 +19,7 @@ def through(arrivals: Sequence[float], seconds: float) -> list[float]:
 
     numbers = iter(range(1_000_000))
     done: dict[int, float] = {}
-    front = FrontEnd(seconds, at)
+    front = ApiServer(seconds, at)
     for i, arrival in enumerate(arrivals):
         at(arrival, lambda now, i=i: front.take(now, lambda then, i=i: done.__setitem__(i, then)))  # type: ignore[misc]
     while heap:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 Then = Callable[[float], None]
 
 
-class FrontEnd:
+class ApiServer:
     """Serves what it has side by side, each as fast as the others: asyncio's tasks go on in turns.
 
     `seconds`: what a request takes alone; of n that came together each takes n times as long. `at`: has something
