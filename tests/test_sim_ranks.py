@@ -21,10 +21,11 @@ from tailscope.config import Config
 from tailscope.engine import diagnose
 from tailscope.ingest import ingest
 from tailscope.model import Finding
-from tailscope.sim.emit.kineto import profile_tables, write_profiles
+from tailscope.sim.emit.kineto import write_profiles
 from tailscope.sim.outcome import EngineOutcome, Outcome, Requests, Runs, Steps
 from tailscope.sim.ranks import CHUNK, HOT_STEPS, RankWorld
 from tailscope.sim.scenario import Engine, Fault, Ranks, Scenario, Telemetry
+from tailscope.sim.tables_ranks import profile_tables
 from tailscope.source import Options
 from tailscope.store import Trace
 

@@ -29,6 +29,7 @@ from tailscope.sim.emit.front_end import (
     whole_ns,
 )
 from tailscope.sim.outcome import Ints, Outcome
+from tailscope.sim.tables_sources import source_row
 
 SECOND = 1_000_000_000
 #: What the log's reader allows between a step's end and its line.
@@ -117,27 +118,18 @@ class _Tables:
                 found = batch[table.time].to_numpy()
                 times += [int(found.min()), int(found.max())]
         self.sources.append(
-            {
-                "instance": instance,
-                "source": source,
-                "kind": kind,
-                "path": f"{instance}/{file}",
-                "content_hash": source,
-                "collector": kind,
-                "version": "1",
-                **(clock or _clock_of(kind)),
-                "rows": count,
-                "rows_rejected": 0,
-                "values_blanked": sum(blanked.values()),
-                "blank_reasons": sorted(blanked.items()),
-                "rows_duplicate": repeated,
-                "rows_conflicting": 0,
-                # Of all these files only spans say whose they are.
-                "instances": [instance] if kind == "otlp" else [],
-                "folder": instance,
-                "first_ns": min(times, default=None),
-                "last_ns": max(times, default=None),
-            }
+            source_row(
+                kind,
+                instance,
+                file,
+                source,
+                rows=count,
+                clock=clock or _clock_of(kind),
+                first_ns=min(times, default=None),
+                last_ns=max(times, default=None),
+                blanked=blanked,
+                rows_duplicate=repeated,
+            )
         )
 
     def _count_conflicts(self) -> None:

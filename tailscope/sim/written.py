@@ -21,11 +21,12 @@ from tailscope.errors import UsageError
 from tailscope.schema import BY_NAME
 from tailscope.sim import truth as true_bills
 from tailscope.sim.emit.files import write_files
-from tailscope.sim.emit.kineto import profile_tables, write_profiles
+from tailscope.sim.emit.kineto import write_profiles
 from tailscope.sim.engine import simulate
 from tailscope.sim.outcome import STATUS_NAMES, Floats, Ints, Outcome, ns
 from tailscope.sim.scenario_file import without
 from tailscope.sim.tables import request_tables
+from tailscope.sim.tables_ranks import profile_tables
 
 #: Below so many answers of a load no p99 is told.
 MIN_ANSWERS = 20

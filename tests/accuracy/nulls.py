@@ -27,11 +27,11 @@ from tailscope.align import Scope, align
 from tailscope.config import Config
 from tailscope.ledger.coupling import Victims, exposure
 from tailscope.ranks.compared import write_ranks
-from tailscope.sim.emit.kineto import profile_tables
 from tailscope.sim.engine import simulate
 from tailscope.sim.outcome import EngineOutcome, Outcome, Requests, Runs, Steps, ns
 from tailscope.sim.ranks import RankWorld
 from tailscope.sim.scenario import Cost, Engine, Load, Ranks, Scenario, Sizes, Telemetry
+from tailscope.sim.tables_ranks import profile_tables
 from tailscope.sim.written import write_trace
 from tailscope.store import Trace
 

@@ -1,14 +1,15 @@
-"""Profiles of the ranks as torch's profiler writes them under vLLM: files of Kineto's JSON, or the tables read from such.
+"""Profiles of the ranks as torch's profiler writes them under vLLM: files of Kineto's JSON.
 
-One rank's events are gathered once, as columns; files and tables are two ways to show them. With gloo a rank's part in
-a collective is an annotation of a worker thread that says no group; on a GPU it is a kernel with c10d's metadata.
+One rank's events are gathered once, as columns; these files and the tables of `tables_ranks` are two ways to show them.
+With gloo a rank's part in a collective is an annotation of a worker thread that says no group; on a GPU it is a kernel
+with c10d's metadata.
 """
 
 from __future__ import annotations
 
 import gzip
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -17,10 +18,8 @@ from typing import Any, Final
 
 import numpy as np
 import orjson
-import pyarrow as pa
-from numpy.typing import NDArray
 
-from tailscope.schema import BY_NAME, PHASES
+from tailscope.schema import PHASES
 from tailscope.sim.outcome import START_NS, Floats, Ints, Outcome, Steps
 from tailscope.sim.ranks import Place, RankWorld, Timeline
 
@@ -98,7 +97,7 @@ _CODES = ("name", "category", "said")
 
 
 @dataclass
-class _Profile:
+class Profile:
     """One rank's profile in one window, times in ns on the rank's clock."""
 
     world: RankWorld
@@ -187,7 +186,7 @@ class _Profile:
         self.blocks = []
 
 
-def _profiles(outcome: Outcome) -> Iterator[_Profile]:
+def profiles(outcome: Outcome) -> Iterator[Profile]:
     """The profiles of an outcome, by window, instance and rank."""
     for number, (from_s, seconds) in enumerate(outcome.scenario.telemetry.profile):
         for instance, world in outcome.worlds.items():
@@ -199,7 +198,7 @@ def _profiles(outcome: Outcome) -> Iterator[_Profile]:
                 continue
             timeline = world.timelines(first, stop)
             for rank in range(world.ranks):
-                profile = _Profile(world, rank, number)
+                profile = Profile(world, rank, number)
                 _Shown(profile, timeline, steps).show()
                 profile.finish()
                 yield profile
@@ -208,7 +207,7 @@ def _profiles(outcome: Outcome) -> Iterator[_Profile]:
 class _Shown:
     """A rank's part of a timeline, as events of its profile. Arrays are steps × layers, times s since the world began."""
 
-    def __init__(self, profile: _Profile, timeline: Timeline, steps: dict[int, Steps]) -> None:
+    def __init__(self, profile: Profile, timeline: Timeline, steps: dict[int, Steps]) -> None:
         self.profile, self.world = profile, profile.world
         rank, since = profile.rank, timeline.start_s[:, None, None]
         self.begin, self.arrival, self.leave = (
@@ -462,7 +461,7 @@ def _shaped(dims: list[Any], types: list[str]) -> _Said:
 def write_profiles(outcome: Outcome, folder: Path) -> list[Path]:
     """Write a file for each rank of each instance and window, in a folder per instance; returns them."""
     paths = []
-    for profile in _profiles(outcome):
+    for profile in profiles(outcome):
         place = folder / profile.world.instance
         place.mkdir(parents=True, exist_ok=True)
         paths.append(place / profile.file_name)
@@ -470,7 +469,7 @@ def write_profiles(outcome: Outcome, folder: Path) -> list[Path]:
     return paths
 
 
-def _write(profile: _Profile, path: Path) -> None:
+def _write(profile: Profile, path: Path) -> None:
     when = profile.exported_ns // 1_000_000_000
     with path.open("wb") as raw, gzip.GzipFile("", "wb", 3, raw, mtime=when) as file:
         file.write(orjson.dumps(_head(profile))[:-1] + b',"traceEvents":[')
@@ -486,7 +485,7 @@ def _listed(events: list[dict[str, Any]]) -> bytes:
     return orjson.dumps(events)[1:-1]
 
 
-def _head(profile: _Profile) -> dict[str, Any]:
+def _head(profile: Profile) -> dict[str, Any]:
     backend, groups = profile.backend, profile.groups()
     device = {"nccl": "cuda:nccl", "gloo": "cpu:gloo,cuda:gloo"}[backend]
     trace = f"{profile.world.instance} {profile.window} {profile.rank}"
@@ -519,7 +518,7 @@ def _head(profile: _Profile) -> dict[str, Any]:
     }
 
 
-def _surroundings(profile: _Profile) -> list[dict[str, Any]]:
+def _surroundings(profile: Profile) -> list[dict[str, Any]]:
     """What else a file holds: the worker's name, the profiler's own span, its end."""
     first, last = _us(profile.columns["start"][:1])[0], _us(np.array([profile.last_ns]))[0]
     # Parallelism that there is names the worker.
@@ -535,7 +534,7 @@ def _surroundings(profile: _Profile) -> list[dict[str, Any]]:
     ]
 
 
-def _events(profile: _Profile) -> Iterator[dict[str, Any]]:
+def _events(profile: Profile) -> Iterator[dict[str, Any]]:
     columns = profile.columns
     names, categories, said = profile.name.values, profile.category.values, profile.said.values
     durations = ((columns["end"] - columns["start"]) / 1_000).tolist()
@@ -558,127 +557,3 @@ def _us(times_ns: Ints) -> list[float]:
     """µs since Kineto's base: to the ns, as a float of that size holds it."""
     values: list[float] = ((times_ns - BASE_NS) / 1_000).tolist()
     return values
-
-
-# -- tables ---------------------------------------------------------------------------------------
-
-
-def profile_tables(outcome: Outcome) -> dict[str, pa.Table]:
-    """`profiles`, `rank_events`, `iterations` (of ranks) and `sources` as `ingest` makes them of the files, by table; those
-    with rows."""
-    parts: dict[str, list[pa.Table]] = {}
-    for profile in _profiles(outcome):
-        tables = {"profiles": _profiles_row(profile), "rank_events": _rank_events(profile)}
-        if profile.batches:
-            tables["iterations"] = _iterations(profile)
-        tables["sources"] = _source_row(profile, tables)
-        for name, rows in tables.items():
-            parts.setdefault(name, []).append(rows)
-    return {name: pa.concat_tables(tables) for name, tables in parts.items()}
-
-
-def _common(profile: _Profile) -> dict[str, Any]:
-    text = f"{profile.world.instance}/{profile.file_name}"
-    return {
-        "instance": profile.world.instance,
-        "engine": profile.dp,
-        "rank": profile.rank,
-        "source": hashlib.blake2b(text.encode(), digest_size=8).hexdigest(),
-    }
-
-
-def _source_row(profile: _Profile, tables: Mapping[str, pa.Table]) -> pa.Table:
-    """What `ingest` says of the file; like other simulated sources it has its own id for a hash of its content."""
-    common = _common(profile)
-    times = [rows[BY_NAME[name].time or ""].to_numpy() for name, rows in tables.items()]
-    row = {
-        "instance": common["instance"],
-        "source": common["source"],
-        "kind": "torch_profiler",
-        "path": f"{common['instance']}/{profile.file_name}",
-        "content_hash": common["source"],
-        "collector": "torch_profiler",
-        "version": "1",
-        "clock": "wall",
-        "offset_ns": BASE_NS,
-        "rows": sum(rows.num_rows for rows in tables.values()),
-        "rows_rejected": 0,
-        "values_blanked": 0,
-        "rows_duplicate": 0,
-        "rows_conflicting": 0,
-        "instances": [],
-        "folder": common["instance"],
-        "first_ns": min(int(t.min()) for t in times),
-        "last_ns": max(int(t.max()) for t in times),
-    }
-    return BY_NAME["sources"].batch({name: [value] for name, value in row.items()})
-
-
-def _of_rank(profile: _Profile) -> dict[str, Any]:
-    place = {"dp": profile.dp, "pp": 0, "tp": profile.tp, "ep": profile.rank}
-    return {**_common(profile), "host": profile.host, **place}
-
-
-def _profiles_row(profile: _Profile) -> pa.Table:
-    row = {
-        **_of_rank(profile),
-        "world_size": profile.world.ranks,
-        "backend": profile.backend,
-        "groups": sorted(profile.groups().items()),
-        "first_ns": int(profile.columns["start"][0]),
-        "last_ns": profile.last_ns,
-        "exported_ns": profile.exported_ns,
-        "steps": len(profile.batches),
-        "captures": 0,
-        "events": len(profile.columns["start"]),
-    }
-    return BY_NAME["profiles"].batch({name: [value] for name, value in row.items()})
-
-
-def _iterations(profile: _Profile) -> pa.Table:
-    batches, times = np.array(profile.batches), np.array(profile.step_ns)
-    kinds = ("prefill_requests", "prefill_tokens", "decode_requests", "decode_tokens")
-    return BY_NAME["iterations"].batch(
-        {
-            **_common(profile),
-            "iteration": list(range(len(batches))),
-            "start_ns": pa.array(times[:, 0]),
-            "end_ns": pa.array(times[:, 1]),
-            "end_basis": "measured",
-            **{kind: pa.array(batches[:, i]) for i, kind in enumerate(kinds)},
-        }
-    )
-
-
-def _rank_events(profile: _Profile) -> pa.Table:
-    columns, table = profile.columns, BY_NAME["rank_events"]
-    told = {c for said in profile.said.values for c in said.columns}
-    by_said = {
-        c: pa.array([said.columns.get(c) for said in profile.said.values], table.arrow.field(c).type).take(
-            pa.array(columns["said"])
-        )
-        for c in told
-    }
-    # A number is told of the collective alone, not of the call.
-    is_collective = np.array(["collective" in said.columns for said in profile.said.values])
-    seq = np.where(is_collective[columns["said"]], columns["seq"], NONE)
-    return table.batch(
-        {
-            **_of_rank(profile),
-            "step": _nullable(columns["step"]),
-            "layer": _nullable(columns["layer"]),
-            "phase": pa.array(PHASES).take(_nullable(columns["phase"])),
-            "name": pa.array(profile.name.values).take(pa.array(columns["name"])),
-            "category": pa.array(profile.category.values).take(pa.array(columns["category"])),
-            "stream": pa.array(columns["thread"]),
-            "start_ns": pa.array(columns["start"]),
-            "duration_ns": pa.array(columns["end"] - columns["start"]),
-            "launch_ns": _nullable(columns["launch"]),
-            "seq": _nullable(seq),
-            **by_said,
-        }
-    )
-
-
-def _nullable(values: NDArray[np.int64]) -> Any:
-    return pa.array(values, mask=values < 0)
