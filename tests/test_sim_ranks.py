@@ -23,7 +23,8 @@ from tailscope.ingest import ingest
 from tailscope.model import Finding
 from tailscope.sim.emit.kineto import write_profiles
 from tailscope.sim.outcome import EngineOutcome, Outcome, Requests, Runs, Steps
-from tailscope.sim.ranks import CHUNK, RankWorld
+from tailscope.sim.rank_noise import CHUNK
+from tailscope.sim.ranks import RankWorld
 from tailscope.sim.scenario import Engine, Fault, Ranks, Scenario, Telemetry
 from tailscope.sim.tables_ranks import profile_tables
 from tailscope.source import Options

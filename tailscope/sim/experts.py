@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tailscope.sim.outcome import Floats, Ints
 from tailscope.sim.scenario import Ranks
@@ -19,10 +18,10 @@ LEAST_LOAD = 0.05
 
 
 class Experts:
-    """The experts of an instance, which lie on its ranks in order."""
+    """The experts of an instance, which lie on its ranks in order; without `moe` there are none."""
 
-    def __init__(self, settings: Ranks, ranks: int, seed: tuple[int, ...]) -> None:
-        self.settings, self.ranks, self.seed = settings, ranks, seed
+    def __init__(self, settings: Ranks, ranks: int, seed: tuple[int, ...], *, moe: bool) -> None:
+        self.settings, self.ranks, self.seed, self.moe = settings, ranks, seed, moe
 
     def hottest(self, k: int) -> int:
         """The expert that gets most tokens in step k; the same in all layers."""
@@ -74,8 +73,3 @@ def blocks(first: int, stop: int, every: int) -> list[tuple[int, int]]:
     """From `first` to before `stop`, cut at the multiples of `every`."""
     edges = np.unique([first, *range((first // every + 1) * every, stop, every), stop]).tolist()
     return list(pairwise(edges))
-
-
-def split(tokens: Ints, share: Floats) -> NDArray[np.int64]:
-    """Rows that each rank sends to each other: … × ranks × ranks. `tokens`: rows of each, `share`: of each receiver."""
-    return np.rint(tokens[..., :, None] * share[..., None, :]).astype(np.int64)

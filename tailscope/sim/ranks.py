@@ -9,61 +9,18 @@ any step can be told again afterwards to the last bit, and what it had taken wit
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import numpy as np
 
-from tailscope.sim.experts import Experts, blocks, split
+from tailscope.sim.experts import Experts, blocks
 from tailscope.sim.outcome import START_NS, Floats, Ints, ns
 from tailscope.sim.rank_faults import KINDS, NOTHING_SLOW, Shape, Slow, total
+from tailscope.sim.rank_noise import CHUNK, Noise, draw
+from tailscope.sim.rank_places import ALL_TO_ALL, places_of
+from tailscope.sim.rank_transfers import Transfers
 from tailscope.sim.scenario import Scenario
-
-#: Steps whose random numbers are drawn together.
-CHUNK = 256
-#: What seeds begin with, so that chunks are drawn from a stream of their own.
-WORK_STREAM = 1
-#: Least share of `straggle_s` by which a rank leaves a collective after the transfer.
-LEAST_STRAGGLE = 0.1
-#: Width of the model, and bytes of an element: for sizes of messages.
-HIDDEN, ELEMENT = 4_096, 2
-
-
-@dataclass(frozen=True)
-class Place:
-    """A collective that every layer has: among all ranks or those of an engine, after work of a phase (None: at once)."""
-
-    kind: str
-    phase: str
-    everyone: bool
-    after: str | None
-
-
-DENSE = (
-    Place("all_reduce", "collective", True, "attention"),
-    Place("all_reduce", "collective", True, "mlp"),
-)
-MOE = (
-    Place("all_gather", "dispatch", True, "attention"),
-    Place("reduce_scatter", "combine", True, "expert"),
-)
-#: With tensor parallelism the engines' own ranks meet first.
-MOE_TP = (
-    Place("all_reduce", "collective", False, "attention"),
-    Place("all_gather", "dispatch", True, None),
-    Place("reduce_scatter", "combine", True, "expert"),
-)
-ALL_TO_ALL = "all_to_all"
-
-
-def places_of(scenario: Scenario) -> tuple[Place, ...]:
-    """The collectives of a layer, in order."""
-    if not scenario.engine.moe:
-        return DENSE
-    places = MOE_TP if scenario.ranks.tensor_parallel > 1 else MOE
-    if scenario.ranks.exchange == "all-gather":
-        return places
-    return tuple(replace(p, kind=ALL_TO_ALL) if p.everyone else p for p in places)
 
 
 @dataclass(frozen=True)
@@ -80,27 +37,6 @@ class Timeline:
     begin: Floats
     arrival: Floats
     leave: Floats
-
-
-@dataclass(frozen=True)
-class _Noise:
-    """What chance does in a chunk of steps; all but the first have a leading axis of steps."""
-
-    number: int
-    #: Share of a step's cost that each piece of work takes: layers × 2 × ranks.
-    work: Floats
-    #: What the experts of each rank get, over an even share: layers × ranks; None without experts.
-    load: Floats | None
-    #: How late ranks leave each collective, s: layers × places × ranks.
-    straggle: Floats
-    #: How late they begin each piece of work because of that: layers × 2 × ranks.
-    before: Floats
-    #: How late the last of an engine leaves its own collective: layers × engines.
-    engine_late: Floats
-    #: How late the last rank leaves the step.
-    last_late: Floats
-    #: By fault: below its `often` it applies.
-    chance: Floats
 
 
 class RankWorld:
@@ -128,7 +64,7 @@ class RankWorld:
         self._stalls: dict[int, float] = {}
         self._pauses: dict[int, list[tuple[int, int]]] = {}
         self.seed = (seed, replica)
-        self.experts = Experts(settings, self.ranks, self.seed)
+        self.experts = Experts(settings, self.ranks, self.seed, moe=self.moe)
         self._phases = ("attention", self.places[-1].after)
         self._faults = [f for f in scenario.faults if f.kind in KINDS and f.replica == replica]
         self._check()
@@ -142,11 +78,10 @@ class RankWorld:
         self._paused = [0] * len(self._faults)
         #: More than one group within the world, so that the engines meet before all do.
         self._in_two = len(self.places) == 3
-        self._transfer = np.full((settings.layers, 2), settings.transfer_s)
-        self._bias = np.zeros(self.ranks)
-        self._bias[: len(settings.leave_bias_s)] = settings.leave_bias_s
+        self.transfers = Transfers(settings, self.engines, moe=self.moe, all_to_all=self._all_to_all)
         self._cost = np.empty((2, self.ranks))
-        self._noise_of = lru_cache(maxsize=2)(self._draw)
+        drawn = partial(draw, settings, self.experts, len(self.places), self.engines, len(self._faults))
+        self._noise_of = lru_cache(maxsize=2)(drawn)
         self._noise = self._noise_of(0)
 
     def _check(self) -> None:
@@ -224,7 +159,7 @@ class RankWorld:
         self._cost[1] = total / self.engines
         return self._cost
 
-    def _duration(self, work: Floats, noise: _Noise, place: int, k: int, slow: Slow) -> float:
+    def _duration(self, work: Floats, noise: Noise, place: int, k: int, slow: Slow) -> float:
         if slow.work is not None:
             work = work * slow.work
         everyone, engines = self._transfers(k, noise, place, slow)
@@ -288,56 +223,9 @@ class RankWorld:
         by_engine = values.reshape(*values.shape[:-1], self.engines, self.tp)
         return np.asarray(np.maximum.reduce(by_engine, axis=-1))
 
-    # -- transfers --------------------------------------------------------------------------------
-
-    def _transfers(self, k: int, noise: _Noise, place: int, slow: Slow) -> tuple[Floats, float | Floats]:
-        """Seconds of step k's transfers: of all ranks (layers × 2, in an all-to-all × ranks), of engines (× engines)."""
-        everyone, engines = self._transfer, self.settings.transfer_s
-        own: float | Floats = engines
-        if self._all_to_all:
-            everyone = everyone[..., None]
-        if self.settings.bandwidth_gb_s:
-            of_all, of_engines = self._bytes(k, noise, place)
-            second = self.settings.bandwidth_gb_s * 1e9
-            everyone, own = everyone + of_all / second, engines + of_engines / second
-        if slow.everyone is not None:
-            everyone = everyone * slow.everyone
-        return everyone, own if slow.engines is None else own * slow.engines
-
-    def _bytes(self, k: int, noise: _Noise, place: int) -> tuple[Floats, Floats]:
-        """Bytes of step k's messages, as `_transfers` has their times."""
-        tokens = np.array(self.tokens[k], np.int64)
-        if len(tokens) != self.engines:
-            raise ValueError(
-                f"step {k}: where sizes count, the tokens of {self.engines} engines must be told"
-            )
-        row = HIDDEN * ELEMENT
-        of_engines = np.broadcast_to(tokens * float(row), (self.settings.layers, self.engines))
-        if not self.moe:
-            return np.full((self.settings.layers, 2), tokens[0] * float(row)), of_engines
-        if self._all_to_all and noise.load is not None:
-            rows = self.exchanged(tokens, noise.load[place])
-            return np.stack([rows.sum(axis=-2), rows.sum(axis=-1)], axis=1) * float(row), of_engines
-        whole = -(-int(tokens.max()) // self.tp) * self.ranks
-        return np.full((self.settings.layers, 2), whole * float(row)), of_engines
-
-    def exchanged(self, tokens: Ints, load: Floats) -> Ints:
-        """Rows that each rank sends to the experts of each: … × layers × senders × receivers.
-
-        `tokens`: of the engines' batches (… × engines), which their ranks share; `load`: … × layers × ranks.
-        """
-        of_ranks = np.repeat(-(-tokens // self.tp), self.tp, axis=-1) * self.settings.topk
-        share = load / load.sum(axis=-1, keepdims=True)
-        return split(np.broadcast_to(of_ranks[..., None, :], load.shape), share)
-
-    def loads(self, first: int, stop: int) -> Floats:
-        """What the experts of each rank got, over an even share, in steps: steps × layers × ranks. Of a `moe` only."""
-        parts = []
-        for low, high in blocks(first, stop, CHUNK):
-            load = self._noise_of(low // CHUNK).load
-            assert load is not None, "a dense model has no experts"
-            parts.append(load[low % CHUNK : low % CHUNK + high - low])
-        return np.concatenate(parts)
+    def _transfers(self, k: int, noise: Noise, place: int, slow: Slow) -> tuple[Floats, float | Floats]:
+        load = None if noise.load is None else noise.load[place]
+        return self.transfers.seconds(self.tokens[k], load, slow)
 
     # -- what is slow -----------------------------------------------------------------------------
 
@@ -373,37 +261,16 @@ class RankWorld:
             found = found.both(Slow(held=stall))
         return found
 
-    # -- chance -----------------------------------------------------------------------------------
+    # -- experts ----------------------------------------------------------------------------------
 
-    def _draw(self, number: int) -> _Noise:
-        """The random numbers of steps from number × CHUNK on, whoever asks and when."""
-        settings, ranks = self.settings, self.ranks
-        rng = np.random.default_rng([WORK_STREAM, *self.seed, number])
-        of_layers = (CHUNK, settings.layers)
-        load = None
-        work = np.exp(settings.spread * rng.standard_normal((*of_layers, 2, ranks)))
-        work[:, :, 0] *= settings.attention_share / settings.layers
-        work[:, :, 1] *= (1 - settings.attention_share) / settings.layers
-        if self.moe:
-            load = self.experts.load(number * CHUNK, rng.standard_normal((*of_layers, ranks)))
-            work[:, :, 1] *= load if settings.follow == 1.0 else 1.0 + settings.follow * (load - 1.0)
-        straggle = rng.uniform(LEAST_STRAGGLE, 1.0, (*of_layers, len(self.places), ranks))
-        straggle *= settings.straggle_s
-        if settings.leave_bias_s:
-            straggle += self._bias
-        before = np.zeros((*of_layers, 2, ranks))
-        before[:, :, 1] = straggle[:, :, -2]
-        before[:, 1:, 0] = straggle[:, :-1, -1]
-        return _Noise(
-            number,
-            work,
-            load,
-            straggle,
-            before,
-            self._of_engines(straggle[:, :, 0]),
-            np.asarray(straggle[:, -1, -1].max(axis=-1)),
-            rng.random((CHUNK, len(self._faults))),
-        )
+    def loads(self, first: int, stop: int) -> Floats:
+        """What the experts of each rank got, over an even share, in steps: steps × layers × ranks. Of a `moe` only."""
+        parts = []
+        for low, high in blocks(first, stop, CHUNK):
+            load = self._noise_of(low // CHUNK).load
+            assert load is not None, "a dense model has no experts"
+            parts.append(load[low % CHUNK : low % CHUNK + high - low])
+        return np.concatenate(parts)
 
     def hot_expert(self, k: int) -> int:
         return self.experts.hottest(k)

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from tailscope.errors import UsageError
 from tailscope.safe import printable
-from tailscope.sim.ranks import places_of
+from tailscope.sim.rank_places import places_of
 from tailscope.sim.scenario import Cause, Fault, Load, Scenario, Sizes, end_s
 
 #: A load that would send more is a mistake of units; it would not fit in memory either.

@@ -21,7 +21,9 @@ import orjson
 
 from tailscope.schema import PHASES
 from tailscope.sim.outcome import START_NS, Floats, Ints, Outcome, Steps
-from tailscope.sim.ranks import ALL_TO_ALL, HIDDEN, Place, RankWorld, Timeline
+from tailscope.sim.rank_places import ALL_TO_ALL, Place
+from tailscope.sim.rank_transfers import HIDDEN
+from tailscope.sim.ranks import RankWorld, Timeline
 
 #: Kineto counts times from the last whole multiple of so many seconds, three months.
 BASE_EVERY_S = 7_889_238
@@ -246,7 +248,7 @@ def _expert_tokens(world: RankWorld, timeline: Timeline, steps: dict[int, Steps]
     """Tokens of every expert in the steps of a timeline: steps × layers × experts."""
     first, stop = timeline.first, timeline.first + len(timeline.start_s)
     tokens = np.array([_tokens(steps[e])[first:stop] for e in range(world.engines)])
-    by_rank = world.exchanged(tokens.T, world.loads(first, stop)).sum(axis=-2)
+    by_rank = world.transfers.exchanged(tokens.T, world.loads(first, stop)).sum(axis=-2)
     return world.experts.tokens(first, by_rank)
 
 
@@ -277,7 +279,7 @@ class _Shown:
         self.sent = self.received = np.zeros((count, layers, 0), np.int64)
         if self.world.moe:
             load = self.world.loads(rows.start, rows.stop)
-            rows_of = self.world.exchanged(tokens.T, load)
+            rows_of = self.world.transfers.exchanged(tokens.T, load)
             self.sent, self.received = rows_of[:, :, rank], rows_of[..., rank]
         profile.batches = [_batch(own, rows.start + int(k)) for k in np.flatnonzero(self.annotated)]
         self.places: Sequence[Place] = self.world.places
