@@ -342,13 +342,16 @@ class RankWorld:
     def host_of(self, rank: int) -> int:
         return rank * self.settings.hosts // self.ranks
 
-    def clock_ns(self, rank: int, seconds: Floats) -> Ints:
-        """Unix ns that a rank's clock shows; where the scenario gives it none, that of the first rank of its host."""
+    def clock_ns(self, rank: int, seconds: Floats, since: Floats | None = None) -> Ints:
+        """Unix ns that a rank's clock shows; where the scenario gives it none, that of the first rank of its host.
+
+        What began at `since` is measured by a clock that was not set meanwhile.
+        """
         offset, drift = (self._by_rank(v, rank) for v in (self.settings.offset_s, self.settings.drift_ppm))
         shown = seconds + offset + drift * 1e-6 * seconds
         for host, at_s, jump_s in self.settings.clock_steps:
             if host == self.host_of(rank):
-                shown = shown + np.where(seconds >= at_s, jump_s, 0.0)
+                shown = shown + np.where((seconds if since is None else since) >= at_s, jump_s, 0.0)
         return ns(shown, START_NS)
 
     def _by_rank(self, values: tuple[float, ...], rank: int) -> float:

@@ -26,7 +26,7 @@ OFFSETS_MS = (0.0, 0.1, 0.5, 2.0, 20.0)
 DRIFT_PPM = 3.0
 SIZES, SIZE_SHARES = (2, 3, 4, 6, 8, 12, 16), (0.15, 0.1, 0.25, 0.1, 0.25, 0.05, 0.1)
 
-#: Rule -> culprits that are right, written kind:id; None: whoever.
+#: Rule -> culprits that are right, written kind:id with * for whatever; None: whoever.
 Parties = dict[str, frozenset[str] | None]
 
 
@@ -34,7 +34,8 @@ Parties = dict[str, frozenset[str] | None]
 class Labelled:
     """A world with who is to be named (any of `right` will do) and who may be (`tolerated`).
 
-    `places`: collectives of a step before which the fault makes somebody late; `healthy`: the settings without it.
+    `places`: collectives of a step before which the fault makes somebody late; `healthy`: the settings without it, where a
+    replay of the steps tells how late that is.
     """
 
     scenario: Scenario
@@ -166,6 +167,12 @@ def rank_is(rank: int) -> frozenset[str]:
     return frozenset({f"rank:{rank}"})
 
 
+def engine_of(scenario: Scenario, rank: int) -> frozenset[str]:
+    """The engine of a rank, as rules call it that judge engines."""
+    engine = rank // scenario.ranks.tensor_parallel
+    return frozenset({f"engine:{engine}", f"engine:*/{engine}"})
+
+
 # -- ranks that are late -----------------------------------------------------------------------
 
 
@@ -205,7 +212,9 @@ def hot_expert(rng: Rng, offset_ms: float) -> Labelled:
     ranks = RankWorld(made, "w", 0, made.seed)
     expert = ranks.hot_expert(0)
     rank = ranks.rank_of(expert)
-    right: Parties = {"hot-expert": frozenset({f"expert:{expert}", f"rank:{rank}"})}
+    right: Parties = {
+        "hot-expert": frozenset({f"rank:{rank}", f"expert:*rank {rank}", f"expert:*expert {expert}"})
+    }
     return Labelled(made, right, {"straggler-rank": rank_is(rank)}, settings.layers, scenario)
 
 
@@ -245,7 +254,7 @@ def slow_host(rng: Rng, offset_ms: float) -> Labelled:
         "host-slow", rank=rank, length_s=step * float(rng.uniform(0.1, 0.4)), per_request_s=step * float(rng.uniform(0.01, 0.05))
     )  # fmt: skip
     right: Parties = {"straggler-rank": rank_is(rank), "host-bound": rank_is(rank)}
-    return with_fault(scenario, fault, right, phases=2)
+    return with_fault(scenario, fault, right, {"host-bound": engine_of(scenario, rank)}, phases=2)
 
 
 def collected(rng: Rng, offset_ms: float) -> Labelled:
@@ -256,7 +265,8 @@ def collected(rng: Rng, offset_ms: float) -> Labelled:
     every = max(float(rng.uniform(0.06, 0.15)), 2 * length)
     fault = Fault("host-slow", rank=rank, length_s=length, every_s=every)
     right: Parties = {name: rank_is(rank) for name in ("straggler-rank", "host-bound", "periodic-pause")}
-    return replace(with_fault(scenario, fault, right), places=1)
+    tolerated: Parties = {"host-bound": engine_of(scenario, rank), "periodic-pause": None}
+    return replace(with_fault(scenario, fault, right, tolerated), places=1)
 
 
 def slow_hosts(rng: Rng, offset_ms: float) -> Labelled:
@@ -285,13 +295,35 @@ def coupled(rng: Rng, offset_ms: float) -> Labelled:
     )  # fmt: skip
     faulty = replace(scenario, loads=made)
     of_engine = frozenset(f"rank:{rank}" for rank in range(chosen * tp, chosen * tp + tp))
-    names = frozenset({f"engine:{chosen}"}) | of_engine
+    names = engine_of(scenario, chosen * tp) | of_engine
     return Labelled(
         faulty,
         {"dp-coupling": names},
         {"straggler-rank": of_engine, "hol-coupling": None},
         scenario.ranks.layers,
     )
+
+
+def pausing(rng: Rng, offset_ms: float) -> Labelled:
+    """All stand still at a regular period, as for moving experts; long enough for the beat to show."""
+    scenario = world(rng, offset_ms)
+    length = scenario.cost.step * float(rng.uniform(1.5, 4.0))
+    every = length + float(rng.uniform(0.08, 0.15))
+    n = 3 * scenario.engine.data_parallel
+    made = loads(
+        rng, scenario.engine.data_parallel,
+        times_s=tuple(np.sort(rng.uniform(0, 1.0, n)).tolist()),
+        prompts=tuple(rng.integers(20, 200, n).tolist()), outputs=tuple(rng.integers(60, 90, n).tolist()),
+    )  # fmt: skip
+    fault = Fault("pause", length_s=length, every_s=every, reason="eplb", from_s=float(rng.uniform(0, every)))
+    faulty = replace(scenario, loads=made, faults=(fault,), duration_s=3.0)
+    return Labelled(faulty, {"periodic-pause": None})
+
+
+def first_shapes(rng: Rng, offset_ms: float) -> Labelled:
+    scenario = world(rng, offset_ms)
+    fault = Fault("first-shape", length_s=float(rng.uniform(0.02, 0.1)))
+    return with_fault(scenario, fault, {"first-shape": None})
 
 
 # -- what only looks like it -------------------------------------------------------------------
@@ -373,7 +405,9 @@ FAMILIES = (
     Family("slow group", "fault", "a ring is slow for a part of the time", slow_group),
     Family("slow host", "fault", "one rank's kernels are launched late", slow_host),
     Family("collections", "fault", "one rank's host stands still now and then", collected),
-    Family("slow hosts", "fault", "all ranks' kernels are launched late", slow_hosts),
+    Family("slow hosts", "fault", "all ranks' kernels are launched late", slow_hosts, barred=False),
+    Family("periodic pause", "fault", "all stand still at a regular period", pausing, barred=False),
+    Family("first shape", "fault", "the first batch of each size takes longer", first_shapes, barred=False),
     Family("dp coupling", "fault", "one engine's prefill holds up those beside it", coupled),
     Family("clean", "decoy", "nothing wrong", clean),
     Family("rotating", "decoy", "much lateness, each time another's", rotating),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import numpy as np
@@ -26,7 +27,7 @@ def fits(finding: Finding, parties: Mapping[str, Sequence[str] | None]) -> bool:
     if finding["rule"] not in parties:
         return False
     wanted = parties[finding["rule"]]
-    return wanted is None or finding["culprit"] in wanted
+    return wanted is None or any(fnmatchcase(finding["culprit"] or "", pattern) for pattern in wanted)
 
 
 def found(world: World) -> list[Finding]:

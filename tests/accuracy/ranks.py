@@ -56,10 +56,10 @@ def run_all(todo: list[Job], processes: int) -> tuple[list[dict[str, Any]], list
 
 
 def scored(
-    worlds: list[dict[str, Any]], failed: list[dict[str, Any]], seconds: float, short: bool
+    worlds: list[dict[str, Any]], failed: list[dict[str, Any]], seconds: float, full: bool
 ) -> dict[str, Any]:
     return {
-        "form": "short" if short else "full",
+        "form": "full" if full else "short",
         "seconds": round(seconds),
         "worlds": len(worlds),
         "by_files": sum(w["via"] == "files" for w in worlds),
@@ -96,7 +96,8 @@ def main() -> int:
     todo = list(jobs(worlds, files, odd, arguments.family or known))
     played, failed = run_all(todo, arguments.processes)
     whole = not (arguments.short or arguments.odd or arguments.family)
-    result = scored(played, failed, time.monotonic() - began, not whole)
+    full = whole and worlds >= FULL and files >= FULL_FILES
+    result = scored(played, failed, time.monotonic() - began, full)
     text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
     if arguments.raw is not None:
         lines = [json.dumps(world, ensure_ascii=False) + "\n" for world in played]

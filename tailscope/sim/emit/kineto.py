@@ -179,7 +179,7 @@ class Profile:
         """Events of a category, one an element of `start`; times in s by the true clock."""
         clock = self.world.clock_ns
         shape = start.shape
-        block: dict[str, Any] = {"start": clock(self.rank, start), "end": clock(self.rank, end)}
+        block: dict[str, Any] = {"start": clock(self.rank, start), "end": clock(self.rank, end, start)}
         block["name"] = name if isinstance(name, np.ndarray) else self.name.code(name)
         block["category"] = self.category.code(category)
         if (launch := numbers.pop("launched", None)) is not None:
@@ -296,7 +296,9 @@ class _Shown:
         names = [self.profile.name.code(_annotation(batch)) for batch in self.profile.batches]
         self.profile.step_names = names
         if category == "user_annotation":
-            times = (self.world.clock_ns(self.profile.rank, t[shown]).tolist() for t in (start, end))
+            times = (
+                self.world.clock_ns(self.profile.rank, t[shown], start[shown]).tolist() for t in (start, end)
+            )
             self.profile.step_ns = list(zip(*times, strict=True))
         self.profile.add(
             np.array(names, np.int64), category, start[shown], end[shown], thread=thread, step=self.step[shown, 0]
