@@ -109,7 +109,8 @@ def world(rng: Rng, offset_ms: float, shape: str = "any", **changes: Any) -> Sce
     else:
         tp = n if shape == "dense" else 1
     if shape == "exchange":
-        n = max(n, 3)
+        # As in vLLM, which thereby gives all ranks an instant in common.
+        n, changes = max(n, 3), {"coordinate": bool(rng.random() < 0.7), **changes}
     moe, engines = shape != "dense", n // tp
     scale = uniform(rng, 0.5, 2.0)
     settings = Ranks(
