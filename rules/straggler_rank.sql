@@ -127,6 +127,12 @@ late_batches AS (
       ON o."window" = b."window" AND o.at_step = b.at_step AND o.rank = b.rank
     WHERE b.own_ns > 0 GROUP BY b."window", b.rank
 ),
+-- Token gaps in the profiled steps, and what they would be without the rank's lateness.
+gaps_without AS (
+    SELECT "window", rank, arg_max({klass: klass, gaps: gaps, p50_s: p50_s, p50_without_s: p50_without_s, p99_s: p99_s,
+                                    p99_without_s: p99_without_s}, gaps) AS gaps
+    FROM what_if WHERE scenario = 'without rank' GROUP BY "window", rank
+),
 tail AS (
     SELECT e.klass, e.metric, sum(e.excess_s) AS straggler_s, any_value(k.excess_s) AS excess_s, any_value(k.slo_broken) AS slo_broken, any_value(k.tail_rule) AS tail_rule
     FROM excess e JOIN class_rows k ON k.klass = e.klass AND k.metric = e.metric
@@ -134,7 +140,7 @@ tail AS (
     ORDER BY straggler_s / any_value(k.excess_s) DESC, e.klass LIMIT 1
 )
 SELECT w.*, l.rank, l.* EXCLUDE ("window", rank), coalesce(c.own_ns, 0) AS own_ns, y.own_by_step, a.replayed_ns, a.no_skew_ns,
-       e.batch_tokens, e.others_batch_tokens, CASE WHEN g.has_steps THEN 'steps' ELSE 'blocks of eight collectives' END AS unit, n.steps, n.step_ns, n.usual_ns, coalesce(d.lead_steps, 0) AS lead_steps,
+       e.batch_tokens, e.others_batch_tokens, h.gaps, CASE WHEN g.has_steps THEN 'steps' ELSE 'blocks of eight collectives' END AS unit, n.steps, n.step_ns, n.usual_ns, coalesce(d.lead_steps, 0) AS lead_steps,
        o.outlier_steps, o.steps_out, o.phase AS outlier_phase, o.layer AS outlier_layer, o.outlier_ns, o.outlier_work_ns, o.outlier_others_ns,
        p.phases, v.waits, t.tokens, t.others_tokens,
        f.klass AS tail_class, f.metric AS tail_metric, f.straggler_s, f.excess_s, f.slo_broken, f.tail_rule
@@ -151,5 +157,6 @@ LEFT JOIN own c ON c."window" = w."window" AND c.rank = l.rank
 LEFT JOIN series y ON y."window" = w."window" AND y.rank = l.rank
 LEFT JOIN replayed a ON a."window" = w."window"
 LEFT JOIN late_batches e ON e."window" = w."window" AND e.rank = l.rank
+LEFT JOIN gaps_without h ON h."window" = w."window" AND h.rank = l.rank
 LEFT JOIN tail f ON true
 ORDER BY w."window", l.rank

@@ -40,6 +40,7 @@ VIEWS = (
     "rank_rounds",
     "rank_costs",
     "step_costs",
+    "what_if",
 )
 #: What a row is unless the case says otherwise.
 DEFAULTS: dict[str, dict[str, Any]] = {
