@@ -33,7 +33,7 @@ SHARED = 4
 @dataclass(frozen=True)
 class Rounds:
     """The rounds of a group. By round: its step, when the last rank came, its transfer, the usual one of its kind and size
-    (NaN: unknown), and what it took beyond."""
+    (NaN: unknown), what it took beyond, and the class of its size."""
 
     group: Group
     step: Ints
@@ -41,10 +41,11 @@ class Rounds:
     transfer_ns: Floats
     usual_ns: Floats
     slow_ns: Floats
+    size: Floats
 
     def some(self, which: slice) -> Rounds:
         group = Group(self.group.name, self.group.complete, self.group.place[:, which])
-        times = (self.last_ns, self.transfer_ns, self.usual_ns, self.slow_ns)
+        times = (self.last_ns, self.transfer_ns, self.usual_ns, self.slow_ns, self.size)
         return Rounds(group, self.step[which], *(value[which] for value in times))
 
 
