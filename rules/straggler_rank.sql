@@ -26,13 +26,16 @@ lengths AS (
     SELECT "window", count(*) AS steps, sum(step_ns) AS step_ns, median(step_ns) AS usual_ns FROM spans GROUP BY "window"
 ),
 decided_steps AS (
-    SELECT "window", at_step, rank, sum(caused_ns) AS caused_ns, arg_max(late_phase, own_ns) AS phase, arg_max(layer, own_ns) AS layer,
+    SELECT "window", at_step, rank, sum(caused_ns) AS caused_ns, sum(own_ns) AS direct_ns, arg_max(late_phase, own_ns) AS phase, arg_max(layer, own_ns) AS layer,
            arg_max(phase_work_ns, own_ns) AS top_work_ns, arg_max(phase_others_ns, own_ns) AS top_others_ns
     FROM rounds WHERE decided GROUP BY "window", at_step, rank
 ),
+-- The replay takes away the lateness of the ranks that have most; of others what they cost is what they caused by their own work.
 by_step AS (
-    SELECT d.*, least(c.saved_ns, d.caused_ns) AS own_ns
-    FROM decided_steps d JOIN rank_costs c ON c."window" = d."window" AND c.at_step = d.at_step AND c.rank = d.rank
+    SELECT d.* EXCLUDE (direct_ns), CASE WHEN r.rank IS NULL THEN d.direct_ns ELSE least(coalesce(c.saved_ns, 0), d.caused_ns) END AS own_ns
+    FROM decided_steps d
+    LEFT JOIN (SELECT DISTINCT "window", rank FROM rank_costs) r ON r."window" = d."window" AND r.rank = d.rank
+    LEFT JOIN rank_costs c ON c."window" = d."window" AND c.at_step = d.at_step AND c.rank = d.rank
 ),
 own AS (SELECT "window", rank, sum(own_ns) AS own_ns FROM by_step GROUP BY "window", rank),
 worst AS (SELECT "window", arg_max(rank, own_ns) AS rank FROM own GROUP BY "window"),
@@ -127,6 +130,12 @@ late_batches AS (
       ON o."window" = b."window" AND o.at_step = b.at_step AND o.rank = b.rank
     WHERE b.own_ns > 0 GROUP BY b."window", b.rank
 ),
+-- Token gaps in the profiled steps, and what they would be without the rank's lateness.
+gaps_without AS (
+    SELECT "window", rank, arg_max({klass: klass, gaps: gaps, p50_s: p50_s, p50_without_s: p50_without_s, p99_s: p99_s,
+                                    p99_without_s: p99_without_s}, gaps) AS gaps
+    FROM what_if WHERE scenario = 'without rank' GROUP BY "window", rank
+),
 tail AS (
     SELECT e.klass, e.metric, sum(e.excess_s) AS straggler_s, any_value(k.excess_s) AS excess_s, any_value(k.slo_broken) AS slo_broken, any_value(k.tail_rule) AS tail_rule
     FROM excess e JOIN class_rows k ON k.klass = e.klass AND k.metric = e.metric
@@ -134,7 +143,7 @@ tail AS (
     ORDER BY straggler_s / any_value(k.excess_s) DESC, e.klass LIMIT 1
 )
 SELECT w.*, l.rank, l.* EXCLUDE ("window", rank), coalesce(c.own_ns, 0) AS own_ns, y.own_by_step, a.replayed_ns, a.no_skew_ns,
-       e.batch_tokens, e.others_batch_tokens, CASE WHEN g.has_steps THEN 'steps' ELSE 'blocks of eight collectives' END AS unit, n.steps, n.step_ns, n.usual_ns, coalesce(d.lead_steps, 0) AS lead_steps,
+       e.batch_tokens, e.others_batch_tokens, h.gaps, CASE WHEN g.has_steps THEN 'steps' ELSE 'blocks of eight collectives' END AS unit, n.steps, n.step_ns, n.usual_ns, coalesce(d.lead_steps, 0) AS lead_steps,
        o.outlier_steps, o.steps_out, o.phase AS outlier_phase, o.layer AS outlier_layer, o.outlier_ns, o.outlier_work_ns, o.outlier_others_ns,
        p.phases, v.waits, t.tokens, t.others_tokens,
        f.klass AS tail_class, f.metric AS tail_metric, f.straggler_s, f.excess_s, f.slo_broken, f.tail_rule
@@ -151,5 +160,6 @@ LEFT JOIN own c ON c."window" = w."window" AND c.rank = l.rank
 LEFT JOIN series y ON y."window" = w."window" AND y.rank = l.rank
 LEFT JOIN replayed a ON a."window" = w."window"
 LEFT JOIN late_batches e ON e."window" = w."window" AND e.rank = l.rank
+LEFT JOIN gaps_without h ON h."window" = w."window" AND h.rank = l.rank
 LEFT JOIN tail f ON true
 ORDER BY w."window", l.rank

@@ -606,7 +606,7 @@ def judged(folder: Path, *some: Lived | World) -> dict[str, Decision]:
             name = str(of_window[0]["world"])
             assert name not in decisions
             decisions[name] = RULE.decide(of_window, RULE.limits)
-    told = sorted((f.culprit.detail["world"], f.title) for f in diagnosis.findings)
+    told = sorted((f.culprit.detail["world"], f.title) for f in diagnosis.findings if f.rule == RULE.name)
     assert told == sorted((name, f.title) for name, d in decisions.items() for f in d.findings)
     return decisions
 
@@ -748,14 +748,28 @@ def test_two_late_steps_are_not_called_all(tmp_path: Path) -> None:
     }
 
 
-def test_more_tokens_are_part_of_the_cause(tmp_path: Path) -> None:
-    world = World(slow=(Slow(1, 2.0),), tokens={0: 100, 1: 200, 2: 100, 3: 100})
-    even = replace(world, name="even", tokens=dict.fromkeys(range(4), 100))
-    decisions = judged(tmp_path / "t", world, even)
-    load = {name: d.findings[0].evidence[-1] for name, d in decisions.items()}
-    assert (load["w"].data, load["even"].data) == ({"tokens_ratio": 2.0}, {"tokens_ratio": 1.0})
-    assert "part of the cause" in load["w"].text
-    assert "no cause" in load["even"].text
+def test_tokens_tell_a_loaded_rank_from_a_slow_one(tmp_path: Path) -> None:
+    """Experts that take twice as long, with twice the tokens, half as many more, and as many as the others have."""
+    world = World(slow=(Slow(1, 2.0),))
+    tokens = {"w": 200, "half": 150, "even": 100}
+    some = [
+        replace(world, name=name, tokens={**dict.fromkeys(range(4), 100), 1: n}) for name, n in tokens.items()
+    ]
+    decisions = judged(tmp_path / "t", *some)
+    found = {name: d.findings[0] for name, d in decisions.items()}
+    assert {name: f.culprit.detail["cause"] for name, f in found.items()} == {
+        "w": "load",
+        "half": "compute and load",
+        "even": "compute",
+    }
+    assert {name: f.severity for name, f in found.items()} == {"w": "low", "half": "high", "even": "high"}
+    for name, one in found.items():
+        [said] = [e for e in (*one.evidence, *one.counter_evidence) if "tokens_ratio" in e.data]
+        assert said.data["tokens_ratio"] == tokens[name] / 100
+        assert said.data["work_ratio"] == pytest.approx(2.0, rel=0.1)
+        assert (said in one.counter_evidence) == (name == "w")
+    balance = {name for name, f in found.items() if any("balance" in r.do.lower() for r in f.remedies)}
+    assert balance == {"w", "half"}
 
 
 def test_layouts_are_those_of_the_rounds() -> None:
