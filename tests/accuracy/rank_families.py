@@ -224,14 +224,12 @@ def slow_link(side: str) -> Callable[[Rng, float], Labelled]:
         scenario = world(rng, offset_ms, "exchange", bandwidth_gb_s=uniform(rng, 5, 50))
         rank, peer = (int(r) for r in rng.choice(count(scenario), 2, replace=False))
         fault = Fault("slow-link", rank=rank, factor=uniform(rng, 4, 20))
-        names = {f"rank:{rank}", f"link:{rank}", f"link:{rank}→*"}
+        names = {f"link:{rank}→"}
         if side == "destination":
-            fault, names = (
-                replace(fault, side="destination"),
-                {f"rank:{rank}", f"link:{rank}", f"link:*→{rank}"},
-            )
+            fault, names = replace(fault, side="destination"), {f"link:→{rank}"}
         if side == "pair":
-            fault, names = replace(fault, peer=peer), {f"link:{rank}→{peer}"}
+            # Which sender a late receiver waits for, no profile says.
+            fault, names = replace(fault, peer=peer), {f"link:{rank}→{peer}", f"link:→{peer}"}
         return with_fault(scenario, fault, {"slow-link": frozenset(names)}, phases=2)
 
     return make
