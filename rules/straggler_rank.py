@@ -8,6 +8,7 @@ from math import isfinite
 from statistics import median
 from typing import Any
 
+import numpy as np
 from scipy import stats
 
 from tailscope.model import (
@@ -22,12 +23,17 @@ from tailscope.model import (
     Threshold,
     severity_of,
 )
+from tailscope.stats import allows_quantile, change_point, quantile_interval, uncorrelated
 
 Row = Mapping[str, Any]
 #: From this many other ranks on their spread says what is ordinary.
 MANY_OTHERS = 3
 #: From so many times the others' tokens on load may be a cause.
 MORE_LOAD = 1.2
+#: Share of the extra work that tokens account for, from which load is the cause, and below which it is none.
+LOAD, NO_LOAD = 0.7, 0.3
+#: A change of level is told of from so many steps, at this p, where lateness at least doubles or halves.
+CHANGE_STEPS, CHANGE_P, CHANGE_RATIO = 20, 0.01, 2.0
 
 
 def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
@@ -104,6 +110,16 @@ def window_decision(rows: Sequence[Row], all_ns: int, limits: Mapping[str, float
             "inconclusive",
             f"{window['unmatched']} of {window['collectives']} collectives have no counterpart on another rank: too many to "
             "call the ranks alike",
+        )
+    round_about = 1 - window["no_skew_ns"] / window["replayed_ns"] if window["replayed_ns"] else 0.0
+    if (
+        round_about >= limits["rotating"]
+        and window["steps"] >= limits["steps"]
+        and share < limits["share"] * len(rows)
+    ):
+        found = rotating(rows, round_about, chance)
+        return Decision(
+            "found", f"lateness goes round the ranks: {round_about:.0%} of the steps' time", (found,)
         )
     if share < limits["share"]:
         return Decision("clear", f"no rank's lateness costs {limits['share']:.0%} of the steps' time")
@@ -188,8 +204,9 @@ def persistent(
     others_ns = [r["work_ns"] for r in rows if r["rank"] != late["rank"] and r["work_ns"]]
     slower, usual = slowdown(late, others_ns), ordinary(others_ns, limits)
     stands_out = slower is not None and slower >= usual
+    cause, why = cause_of(late)
     severity: Severity = "low"
-    if stands_out:
+    if stands_out and cause != "load":
         severity = worse(share, tail, bool(late["slo_broken"]))
     evidence = [
         Evidence(
@@ -204,8 +221,10 @@ def persistent(
             },
         ),
         *common_evidence(rows, late, share),
+        *over_time(late),
     ]
-    counter = []
+    counter = why if cause == "load" else []
+    evidence += [] if cause == "load" else why
     if slower is not None and not stands_out:
         text = f"its own work takes {slower:.2f} x the others': an ordinary difference between {len(rows)} ranks (below {usual:.2f})"
         counter.append(Evidence(text, {"slowdown": slower, "ordinary": usual}))
@@ -216,7 +235,103 @@ def persistent(
                 f"its own work between collectives takes {slower:.2f} x the others'", {"slowdown": slower}
             ),
         )
-    return finding(late, "persistent", where(late["phases"]), severity, tail, evidence, counter)
+    return finding(late, "persistent", where(late["phases"]), severity, tail, evidence, counter, cause)
+
+
+def cause_of(late: Row) -> tuple[str, list[Evidence]]:
+    """What makes the rank's work take longer: load, host, compute, or compute and load; and what says so."""
+    phases = late["phases"] or []
+    total = sum(phase["own_ns"] for phase in phases)
+    idle = sum(phase["own_ns"] for phase in phases if phase["phase"] == "idle")
+    if total and idle >= total / 2:
+        text = "its GPU stands idle meanwhile: the host launches its work late"
+        return "host", [Evidence(text, {"idle_ns": idle, "late_ns": total})]
+    tokens, others, what = (
+        late["tokens"],
+        late["others_tokens"],
+        "its experts got {:.2f} x the others' tokens there",
+    )
+    if phases and phases[0]["phase"] != "expert":
+        # What an engine's own ranks compute beside the experts is its own batch.
+        tokens, others = late["batch_tokens"], late["others_batch_tokens"]
+        what = "its batches held {:.2f} x the others' tokens in those steps"
+    if not tokens or not others:
+        return "compute", []
+    ratio = tokens / others
+    text = what.format(ratio)
+    top = phases[0] if phases else None
+    if top is None or not top["others_ns"] or top["work_ns"] <= top["others_ns"]:
+        return "compute", [Evidence(text, {"tokens_ratio": ratio})]
+    slower = top["work_ns"] / top["others_ns"]
+    explained = min(max((ratio - 1) / (slower - 1), 0.0), 1.0)
+    cause, means = "compute and load", f"load accounts for {explained:.0%} of it"
+    if ratio >= MORE_LOAD and explained >= LOAD:
+        cause, means = "load", f"{means}, the rank is not slow"
+    elif ratio < MORE_LOAD or explained <= NO_LOAD:
+        cause, means = "compute", "load is no cause"
+    data = {"tokens_ratio": ratio, "work_ratio": slower, "explained": explained}
+    return cause, [Evidence(f"{text}, its work took {slower:.2f} x theirs: {means}", data)]
+
+
+def over_time(late: Row) -> list[Evidence]:
+    """When its lateness changed, and how large it is in the worst steps where there are enough to say."""
+    by_step = np.array(late["own_by_step"] or [], float)
+    found = []
+    if len(by_step) >= CHANGE_STEPS:
+        at, p = change_point(by_step)
+        before, after = by_step[:at].mean(), by_step[at:].mean()
+        if p < CHANGE_P and max(before, after) >= CHANGE_RATIO * min(before, after):
+            text = f"its lateness changed at step {at} of {len(by_step)}: {before / 1e6:.3g} ms a step before, {after / 1e6:.3g} ms after (p = {p:.2g})"
+            found.append(Evidence(text, {"step": at, "before_ns": before, "after_ns": after, "p": p}))
+    n_eff = uncorrelated(by_step, np.arange(len(by_step))) if len(by_step) else 0.0
+    interval = quantile_interval(by_step, 0.99, n_eff) if allows_quantile(0.99, n_eff) else None
+    if interval is not None:
+        p99 = float(np.quantile(by_step, 0.99))
+        text = f"p99 of its lateness in a step {p99 / 1e6:.3g} ms ({interval[0] / 1e6:.3g} to {interval[1] / 1e6:.3g} ms, {n_eff:.0f} effective steps)"
+        found.append(Evidence(text, {"p99_ns": p99, "interval_ns": list(interval), "n_eff": n_eff}))
+    gaps = late["gaps"]
+    if gaps:
+        text = f"without its lateness the p50 ITL of {gaps['klass']} in those steps would be {gaps['p50_without_s'] * 1e3:.3g} ms instead of {gaps['p50_s'] * 1e3:.3g} ms"
+        if allows_quantile(0.99, gaps["gaps"]):
+            text += f", the p99 {gaps['p99_without_s'] * 1e3:.3g} instead of {gaps['p99_s'] * 1e3:.3g} ms"
+        found.append(
+            Evidence(
+                text + f" ({gaps['gaps']} gaps; at most, other batches would have been scheduled)", dict(gaps)
+            )
+        )
+    return found
+
+
+def rotating(rows: Sequence[Row], share: float, chance: float) -> Finding:
+    """Every step waits for another rank: no rank is to blame, but the steps are as slow as their slowest part."""
+    window = rows[0]
+    leads = ", ".join(
+        f"rank {r['rank']} in {r['lead_steps']}" for r in sorted(rows, key=lambda r: -r["lead_steps"])[:8]
+    )
+    return Finding(
+        rule=RULE.name,
+        status="found",
+        severity="low",
+        basis="measured",
+        title=f"Each step waits for another rank: without that {window['unit']} would take {share:.0%} less (rotating)",
+        culprit=Party("rank", "any", {"world": window["world"], "pattern": "rotating"}),
+        victims=(),
+        share_of_tail=None,
+        window_ns=(window["first_ns"], window["last_ns"]),
+        evidence=(
+            Evidence(
+                f"if all ranks took in each place what the others take, {window['steps']} {window['unit']} would take "
+                f"{window['no_skew_ns'] / 1e6:.4g} ms instead of {window['replayed_ns'] / 1e6:.4g} ms",
+                {"no_skew_ns": window["no_skew_ns"], "replayed_ns": window["replayed_ns"]},
+            ),
+            Evidence(
+                f"the latest of {window['steps']} {window['unit']}: {leads}; that could be chance (p = {chance:.2g})",
+                {"p": chance},
+            ),
+        ),
+        remedies=RULE.remedies[:2],
+        confirm_by=RULE.confirm_by,
+    )
 
 
 def passing(rows: Sequence[Row], late: Row, tail: float | None) -> Finding:
@@ -239,7 +354,8 @@ def passing(rows: Sequence[Row], late: Row, tail: float | None) -> Finding:
     place = place_of(
         late["outlier_phase"], [late["outlier_layer"]] if late["outlier_layer"] is not None else []
     )
-    return finding(late, "transient", place, severity, tail, evidence, [])
+    cause, why = cause_of(late)
+    return finding(late, "transient", place, severity, tail, [*evidence, *why], [], cause)
 
 
 def worse(share: float, tail: float | None, slo_broken: bool) -> Severity:
@@ -274,14 +390,6 @@ def common_evidence(rows: Sequence[Row], late: Row, share: float) -> list[Eviden
             {"agreed": agreed, "error_ns": late["error_ns"]},
         )
     )
-    if late["tokens"] and late["others_tokens"]:
-        ratio = late["tokens"] / late["others_tokens"]
-        verdict = "load is no cause" if ratio < MORE_LOAD else "load is part of the cause"
-        evidence.append(
-            Evidence(
-                f"its experts got {ratio:.2f} x the others' tokens there: {verdict}", {"tokens_ratio": ratio}
-            )
-        )
     return evidence
 
 
@@ -293,6 +401,7 @@ def finding(
     tail: float | None,
     evidence: list[Evidence],
     counter: list[Evidence],
+    cause: str,
 ) -> Finding:
     waiting = late["waits"] or []
     if late["missing"]:
@@ -324,24 +433,29 @@ def finding(
         basis="measured",
         title=f"Rank {late['rank']} comes late from {place}, and {others(waiting)} for it ({pattern})",
         culprit=Party(
-            "rank", str(late["rank"]), {"world": late["world"], "pattern": pattern, "where": place}
+            "rank",
+            str(late["rank"]),
+            {"world": late["world"], "pattern": pattern, "where": place, "cause": cause},
         ),
         victims=tuple(victims),
         share_of_tail=tail,
         window_ns=(late["first_ns"], late["last_ns"]),
         evidence=tuple(evidence),
         counter_evidence=tuple(counter),
-        remedies=remedies(late, severity),
+        remedies=remedies(cause, severity),
         confirm_by=RULE.confirm_by,
         explains={f"{late['tail_class']}\t{late['tail_metric']}": tail * late["excess_s"]} if tail else {},
     )
 
 
-def remedies(late: Row, severity: Severity) -> tuple[Remedy, ...]:
-    """Those that fit: balancing experts only where they had more to do, nothing invasive for what is low."""
+def remedies(cause: str, severity: Severity) -> tuple[Remedy, ...]:
+    """Those that fit: balancing only where a rank had more to do, nothing invasive for what is low."""
     look, bind, balance, replace = RULE.remedies
-    loaded = late["tokens"] and late["others_tokens"] and late["tokens"] >= MORE_LOAD * late["others_tokens"]
-    fitting = (look, bind, balance, replace) if loaded else (look, bind, replace)
+    fitting = {
+        "load": (balance,),
+        "host": (bind, look),
+        "compute and load": (look, bind, balance, replace),
+    }.get(cause, (look, bind, replace))
     return fitting if severity != "low" else fitting[:2]
 
 
@@ -368,6 +482,7 @@ def place_of(phase: str, layers: Sequence[int]) -> str:
         "attention": "attention",
         "router": "routing",
         "moe": "the MoE layers",
+        "idle": "launches of its host",
     }.get(phase, "work in no single phase")
     if not layers:
         return name
@@ -420,6 +535,12 @@ RULE = Rule(
             1.5,
             "x",
             "Ranks of one healthy host were seen to differ by 1.24; two ranks do not show what is ordinary.",
+        ),
+        Threshold(
+            "rotating",
+            0.15,
+            "0-1",
+            "Of four healthy ranks whose work varies by a twentieth the last costs as much of the time; more is skew.",
         ),
         Threshold("rare", 0.01, "0-1", "What happens in fewer than one in a hundred steps moves no p99."),
         Threshold(

@@ -1,6 +1,7 @@
 -- One row per window and rank: how often and how much it made others wait by its own work, where, and how sure that is.
 -- Steps are what counts: rounds of one step have one cause. Passes outside of annotated steps (dummy batches) count only
--- where no step is annotated at all; then every eight rounds stand for a step.
+-- where no step is annotated at all; then every eight rounds stand for a step. What a rank costs in a step is what the step
+-- would be shorter without its lateness, by the replay and no more than clocks say too.
 WITH windows AS (
     SELECT "window", any_value(world) AS world, any_value(world_size) AS world_size, any_value(missing) AS missing,
            count(DISTINCT rank) FILTER (WHERE used) AS present, count(*) FILTER (WHERE NOT used) AS doubled,
@@ -9,16 +10,9 @@ WITH windows AS (
     FROM rank_windows GROUP BY "window"
 ),
 stepped AS (SELECT "window", bool_or(step IS NOT NULL) AS has_steps FROM rank_rounds GROUP BY "window"),
-labelled AS (
-    SELECT "window", "group", round, any_value(complete) AS complete,
-           coalesce(arg_min(step, rank) FILTER (WHERE step IS NOT NULL),
-                    CASE WHEN NOT any_value(has_steps) THEN round // 8 END) AS at_step
-    FROM rank_rounds JOIN stepped USING ("window") GROUP BY "window", "group", round
-),
 rounds AS (
-    SELECT r.*, l.at_step, r.is_last AND r.caused_ns > $errors * r.error_ns AS decided
-    FROM rank_rounds r JOIN labelled l USING ("window", "group", round)
-    WHERE l.complete AND l.at_step IS NOT NULL
+    SELECT *, is_last AND caused_ns > $errors * error_ns AS decided
+    FROM rank_rounds WHERE complete AND at_step IS NOT NULL
 ),
 -- A step of a rank is from where its collectives before had ended; ranks are not in the same step at the same time.
 spans AS (
@@ -31,11 +25,26 @@ spans AS (
 lengths AS (
     SELECT "window", count(*) AS steps, sum(step_ns) AS step_ns, median(step_ns) AS usual_ns FROM spans GROUP BY "window"
 ),
-by_step AS (
-    SELECT "window", at_step, rank, sum(own_ns) AS own_ns, arg_max(late_phase, own_ns) AS phase, arg_max(layer, own_ns) AS layer,
-           sum(phase_work_ns) AS phase_work_ns, sum(phase_others_ns) AS phase_others_ns, arg_max(phase_work_ns, own_ns) AS top_work_ns,
-           arg_max(phase_others_ns, own_ns) AS top_others_ns
+decided_steps AS (
+    SELECT "window", at_step, rank, sum(caused_ns) AS caused_ns, arg_max(late_phase, own_ns) AS phase, arg_max(layer, own_ns) AS layer,
+           arg_max(phase_work_ns, own_ns) AS top_work_ns, arg_max(phase_others_ns, own_ns) AS top_others_ns
     FROM rounds WHERE decided GROUP BY "window", at_step, rank
+),
+by_step AS (
+    SELECT d.*, least(c.saved_ns, d.caused_ns) AS own_ns
+    FROM decided_steps d JOIN rank_costs c ON c."window" = d."window" AND c.at_step = d.at_step AND c.rank = d.rank
+),
+own AS (SELECT "window", rank, sum(own_ns) AS own_ns FROM by_step GROUP BY "window", rank),
+worst AS (SELECT "window", arg_max(rank, own_ns) AS rank FROM own GROUP BY "window"),
+-- Of the worst rank, what it cost in each step in order.
+series AS (
+    SELECT w."window", w.rank, list(coalesce(b.own_ns, 0) ORDER BY s.at_step) AS own_by_step
+    FROM worst w JOIN spans s ON s."window" = w."window"
+    LEFT JOIN by_step b ON b."window" = w."window" AND b.rank = w.rank AND b.at_step = s.at_step
+    GROUP BY w."window", w.rank
+),
+replayed AS (
+    SELECT "window", sum(replayed_ns) AS replayed_ns, sum(no_skew_ns) AS no_skew_ns FROM step_costs GROUP BY "window"
 ),
 leads AS (
     SELECT "window", rank, count(*) AS lead_steps
@@ -53,7 +62,7 @@ outliers AS (
 late AS (
     SELECT "window", rank, count(*) AS rounds, count(*) FILTER (WHERE is_last) AS last_rounds,
            count(*) FILTER (WHERE decided) AS decided_rounds,
-           sum(caused_ns) AS caused_ns, coalesce(sum(own_ns) FILTER (WHERE decided), 0) AS own_ns,
+           sum(caused_ns) AS caused_ns,
            coalesce(sum(caused_ns) FILTER (WHERE decided), 0) AS decided_ns,
            coalesce(sum(caused_ns) FILTER (WHERE decided AND is_shortest), 0) AS agreed_ns,
            sum(wait_ns) AS wait_ns, max(error_ns) AS error_ns, sum(transfer_ns) AS transfer_ns, sum(slow_ns) AS slow_ns,
@@ -99,13 +108,39 @@ late_loads AS (
       ON others."window" = d."window" AND others.at_step = d.at_step AND others.rank = d.rank AND others.layer IS NOT DISTINCT FROM d.layer
     GROUP BY d."window", d.rank
 ),
+-- Tokens of a rank's own batches, and of the others', in the steps in which it led.
+batches AS (
+    SELECT r."window", r.at_step, r.rank, any_value(i.tokens) AS tokens
+    FROM (SELECT DISTINCT "window", at_step, rank, step FROM rounds WHERE step IS NOT NULL) r
+    JOIN rank_windows w ON w."window" = r."window" AND w.rank = r.rank AND w.used
+    JOIN (SELECT source, rank, iteration, coalesce(prefill_tokens, 0) + coalesce(decode_tokens, 0) AS tokens FROM iterations
+          WHERE rank IS NOT NULL AND prefill_tokens IS NOT NULL) i
+      ON i.source = w.source AND i.rank = r.rank AND i.iteration = r.step
+    GROUP BY r."window", r.at_step, r.rank
+),
+late_batches AS (
+    SELECT b."window", b.rank, sum(m.tokens) AS batch_tokens, sum(o.tokens) AS others_batch_tokens
+    FROM by_step b JOIN worst USING ("window", rank)
+    JOIN batches m ON m."window" = b."window" AND m.at_step = b.at_step AND m.rank = b.rank
+    JOIN (SELECT a."window", a.at_step, w.rank, avg(a.tokens) AS tokens
+          FROM batches a JOIN worst w ON w."window" = a."window" AND w.rank <> a.rank GROUP BY a."window", a.at_step, w.rank) o
+      ON o."window" = b."window" AND o.at_step = b.at_step AND o.rank = b.rank
+    WHERE b.own_ns > 0 GROUP BY b."window", b.rank
+),
+-- Token gaps in the profiled steps, and what they would be without the rank's lateness.
+gaps_without AS (
+    SELECT "window", rank, arg_max({klass: klass, gaps: gaps, p50_s: p50_s, p50_without_s: p50_without_s, p99_s: p99_s,
+                                    p99_without_s: p99_without_s}, gaps) AS gaps
+    FROM what_if WHERE scenario = 'without rank' GROUP BY "window", rank
+),
 tail AS (
     SELECT e.klass, e.metric, sum(e.excess_s) AS straggler_s, any_value(k.excess_s) AS excess_s, any_value(k.slo_broken) AS slo_broken, any_value(k.tail_rule) AS tail_rule
     FROM excess e JOIN class_rows k ON k.klass = e.klass AND k.metric = e.metric
     WHERE e.component = 'straggler_wait' AND k.excess_s > 0 GROUP BY e.klass, e.metric HAVING straggler_s > 0
     ORDER BY straggler_s / any_value(k.excess_s) DESC, e.klass LIMIT 1
 )
-SELECT w.*, l.rank, l.* EXCLUDE ("window", rank), CASE WHEN g.has_steps THEN 'steps' ELSE 'blocks of eight collectives' END AS unit, n.steps, n.step_ns, n.usual_ns, coalesce(d.lead_steps, 0) AS lead_steps,
+SELECT w.*, l.rank, l.* EXCLUDE ("window", rank), coalesce(c.own_ns, 0) AS own_ns, y.own_by_step, a.replayed_ns, a.no_skew_ns,
+       e.batch_tokens, e.others_batch_tokens, h.gaps, CASE WHEN g.has_steps THEN 'steps' ELSE 'blocks of eight collectives' END AS unit, n.steps, n.step_ns, n.usual_ns, coalesce(d.lead_steps, 0) AS lead_steps,
        o.outlier_steps, o.steps_out, o.phase AS outlier_phase, o.layer AS outlier_layer, o.outlier_ns, o.outlier_work_ns, o.outlier_others_ns,
        p.phases, v.waits, t.tokens, t.others_tokens,
        f.klass AS tail_class, f.metric AS tail_metric, f.straggler_s, f.excess_s, f.slo_broken, f.tail_rule
@@ -118,5 +153,10 @@ LEFT JOIN outliers o ON o."window" = w."window" AND o.rank = l.rank
 LEFT JOIN phases p ON p."window" = w."window" AND p.rank = l.rank
 LEFT JOIN waits v ON v."window" = w."window" AND v.late = l.rank
 LEFT JOIN late_loads t ON t."window" = w."window" AND t.rank = l.rank
+LEFT JOIN own c ON c."window" = w."window" AND c.rank = l.rank
+LEFT JOIN series y ON y."window" = w."window" AND y.rank = l.rank
+LEFT JOIN replayed a ON a."window" = w."window"
+LEFT JOIN late_batches e ON e."window" = w."window" AND e.rank = l.rank
+LEFT JOIN gaps_without h ON h."window" = w."window" AND h.rank = l.rank
 LEFT JOIN tail f ON true
 ORDER BY w."window", l.rank

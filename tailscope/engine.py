@@ -18,6 +18,7 @@ from tailscope.ledger.contrast import MIN_REQUESTS, write_contrast
 from tailscope.ledger.coupling import write_coupling
 from tailscope.ledger.engine_time import Limits
 from tailscope.ledger.histogram import ALL, histogram_rows
+from tailscope.ledger.what_if import write_what_if
 from tailscope.model import Check, ClassRow, Decision, Diagnosis, Finding, Rule, Verdict, VerdictStatus
 from tailscope.ranks.compared import write_ranks
 from tailscope.schema import TABLES
@@ -52,6 +53,7 @@ def diagnose(trace: Trace, config: Config, scope: Scope | None = None) -> Diagno
         classes += histogram_rows(trace, config.slos)
     _register_class_rows(trace, classes)
     write_coupling(trace)
+    write_what_if(trace)
     checks: list[Check] = []
     findings: list[Finding] = []
     for rule, sql in registry.rules():

@@ -298,3 +298,18 @@ def _ranks(values: Floats) -> Floats:
     """Ranks as a share of the sample, equal values sharing theirs."""
     _, index, count = np.unique(values, return_inverse=True, return_counts=True)
     return np.asarray(((np.cumsum(count) - (count - 1) / 2) / len(values))[index])
+
+
+def change_point(values: Floats) -> tuple[int, float]:
+    """(index, p) of the likeliest change of level: values from the index on differ from those before.
+
+    Pettitt's test (1979) on ranks, with its approximate two-sided p-value; needs no distribution, and one outlier moves
+    nothing. Fewer than two values: (0, 1.0).
+    """
+    n = len(values)
+    if n < 2:
+        return 0, 1.0
+    statistic = np.cumsum(2 * n * _ranks(values) - (n + 1))[:-1]
+    index = int(np.argmax(np.abs(statistic)))
+    p = 2 * np.exp(-6 * float(statistic[index]) ** 2 / (n**3 + n**2))
+    return index + 1, float(min(1.0, p))

@@ -197,14 +197,14 @@ def times(lived: Lived) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 
 
 def within(world: World, clocks: Sequence[Clock]) -> bool:
-    """Whether the clocks lie apart as they truly do, up to three times their stated errors."""
-    middle = np.mean([clock.middle_ns for clock in clocks])
+    """Whether the clocks lie apart as they truly do, up to their stated errors."""
+    middle = np.mean([np.mean(clock.times_ns) for clock in clocks])
     for i, one in enumerate(clocks):
         for j, other in enumerate(clocks[:i]):
             drift = (world.of(world.drift_ppm, i) - world.of(world.drift_ppm, j)) * 1e-6
             true = world.of(world.offset_ns, i) - world.of(world.offset_ns, j) + drift * middle
             told = float(one.of(np.array([middle]))[0] - other.of(np.array([middle]))[0])
-            if abs(told - true) > 3 * (one.error_ns + other.error_ns):
+            if abs(told - true) > np.hypot(one.error_ns, other.error_ns):
                 return False
     return True
 
@@ -222,13 +222,13 @@ FITTED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", FITTED)
 def test_offsets_lie_within_their_stated_error(case: str) -> None:
     worlds = several(World(**APART, steps=14), range(8), **FITTED[case])
-    good = [within(w, fit_clocks(*times(live(w)), one_host=False)) for w in worlds]
+    good = [within(w, fit_clocks(*times(live(w)), HOSTS[:4])) for w in worlds]
     assert sum(good) >= 0.95 * len(good)
 
 
 def test_stated_errors_are_small() -> None:
     """As far apart as ends lie, not as clocks do."""
-    fitted = fit_clocks(*times(live(World(**APART))), one_host=False)
+    fitted = fit_clocks(*times(live(World(**APART))), HOSTS[:4])
     assert {clock.basis for clock in fitted} == {"ends of collectives"}
     assert max(clock.error_ns for clock in fitted) < 10 * US
 
@@ -245,20 +245,68 @@ def ticks(drift_ppm: float, seed: int) -> tuple[NDArray[np.float64], NDArray[np.
 
 @pytest.mark.parametrize("drift_ppm", [2.0, 20.0, -50.0])
 def test_drift_is_found(drift_ppm: float) -> None:
-    one, other = fit_clocks(*ticks(drift_ppm, 1), one_host=False)
+    one, other = fit_clocks(*ticks(drift_ppm, 1), HOSTS[:2])
     assert (other.drift - one.drift) * 1e6 == pytest.approx(drift_ppm, abs=0.3)
     at = np.array([0.0, 4_000 * MS])
     assert other.of(at) - one.of(at) == pytest.approx(drift_ppm * 1e-6 * at, abs=3_000)
 
 
 def test_no_drift_is_none() -> None:
-    found = [clock.drift for seed in range(20) for clock in fit_clocks(*ticks(0.0, seed), one_host=False)]
+    found = [clock.drift for seed in range(20) for clock in fit_clocks(*ticks(0.0, seed), HOSTS[:2])]
     assert max(abs(drift) for drift in found) < 1e-6
     assert sum(drift == 0 for drift in found) >= 32  # The interval is of 95 %.
 
 
+def test_a_clock_that_is_stepped_or_slewed_is_followed() -> None:
+    """NTP steps one clock by 2 ms half-way, and lets another run fast for a while."""
+    rng = np.random.default_rng(5)
+    true = np.arange(1_600, dtype=np.float64) * (10 * MS)
+    stepped = np.where(np.arange(1_600) < 700, 0.0, 2.0 * MS)
+    slewed = np.interp(
+        true, [0, 4 * rank_worlds.S, 8 * rank_worlds.S, 16 * rank_worlds.S], [0, 0, 2 * MS, 2 * MS]
+    )
+    end = np.stack([true, true, true + stepped, true + slewed]) + rng.uniform(0, 5_000, (4, 1_600))
+    clocks = fit_clocks(end - 100 * US, end, HOSTS[:4])
+    for clock, offset in zip(clocks[2:], (stepped, slewed), strict=True):
+        off = clock.of(true) - clocks[0].of(true) - offset
+        assert np.mean(np.abs(off) < np.hypot(clock.error_ns, clocks[0].error_ns)) >= 0.93
+        assert clock.error_ns < 20 * US
+        assert len(clock.times_ns) > 2
+
+
+def test_a_rank_that_always_leaves_late_is_within_the_error() -> None:
+    """It looks like a clock that is ahead."""
+    late = (0.0, 6.0 * US, 0.0, 2.0 * US)
+    for world in several(World(**APART, leaves_late_ns=late, straggle_ns=12 * US), range(4)):
+        assert within(world, fit_clocks(*times(live(world)), HOSTS[:4]))
+
+
+def test_of_few_rounds_the_error_is_what_is_possible() -> None:
+    """Nobody leaves before all have come: a transfer of 80 us, hidden by the slower ranks' lateness, bounds the error."""
+    world = World(ranks=2, hosts=HOSTS[:2], offset_ns=(0, 3 * MS), steps=1, layers=1)
+    clocks = fit_clocks(*times(live(world)), HOSTS[:2])
+    assert {clock.rounds for clock in clocks} == {2}
+    assert 30 * US < max(clock.error_ns for clock in clocks) < 300 * US
+    assert within(world, clocks)
+
+
+def test_ranks_of_a_host_share_its_clock_among_others() -> None:
+    world = World(
+        hosts=("a", "a", "b", "b"), offset_ns=(0, 0, 7 * MS, 7 * MS), drift_ppm=(0, 0, 30, 30), steps=40
+    )
+    clocks = fit_clocks(*times(live(world)), world.hosts)
+    assert {clock.basis for clock in clocks} == {"ends of its host"}
+    assert clocks[2].offset_ns == clocks[3].offset_ns
+    assert within(world, clocks)
+    # A container with a time namespace of its own does not.
+    other = replace(world, offset_ns=(0, 0, 7 * MS, 9 * MS))
+    clocks = fit_clocks(*times(live(other)), world.hosts)
+    assert [clock.basis for clock in clocks] == ["ends of its host"] * 2 + ["ends of collectives"] * 2
+    assert within(other, clocks)
+
+
 def test_ranks_of_one_host_share_a_clock() -> None:
-    for clock in fit_clocks(*times(live(World(straggle_ns=200 * US))), one_host=True):
+    for clock in fit_clocks(*times(live(World(straggle_ns=200 * US))), ["one"] * 4):
         assert (clock.offset_ns, clock.drift, clock.error_ns, clock.basis) == (
             0.0,
             0.0,
@@ -268,18 +316,18 @@ def test_ranks_of_one_host_share_a_clock() -> None:
 
 
 def test_a_shared_clock_is_known_as_well_as_ends_show_it() -> None:
-    alike = fit_clocks(*times(live(World())), one_host=True)
+    alike = fit_clocks(*times(live(World())), ["one"] * 4)
     assert {clock.basis for clock in alike} == {"one host"}
     assert max(clock.error_ns for clock in alike) < 10 * US
     # What may be the clock's or the way a rank leaves counts as error.
-    off = fit_clocks(*times(live(World(ranks=2, offset_ns=(0, 40 * US)))), one_host=True)
+    off = fit_clocks(*times(live(World(ranks=2, offset_ns=(0, 40 * US)))), ["one"] * 2)
     assert [clock.offset_ns for clock in off] == [0.0, 0.0]
     assert 38 * US <= min(clock.error_ns for clock in off) < SAME_HOST_NS
 
 
 def test_a_shared_clock_that_is_impossible_is_not_believed() -> None:
     world = World(offset_ns=(0, 0, 2 * MS, 0))
-    fitted = fit_clocks(*times(live(world)), one_host=True)
+    fitted = fit_clocks(*times(live(world)), ["one"] * 4)
     assert {clock.basis for clock in fitted} == {"ends of collectives"}
     assert within(world, fitted)
 
@@ -299,12 +347,12 @@ def test_ranks_are_linked_one_through_another(ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("one_host", "basis", "error"), [(True, "one host", SAME_HOST_NS), (False, "none", np.inf)]
+    ("hosts", "basis", "error"), [(("a", "a"), "one host", SAME_HOST_NS), (("a", "b"), "none", np.inf)]
 )
-def test_without_rounds_in_common_there_is_no_clock(one_host: bool, basis: str, error: float) -> None:
+def test_without_rounds_in_common_there_is_no_clock(hosts: tuple[str, ...], basis: str, error: float) -> None:
     lone = np.array([[1.0, np.nan], [np.nan, 2.0]])
     for some in (np.empty((2, 0)), lone):
-        clocks = fit_clocks(some, some, one_host=one_host)
+        clocks = fit_clocks(some, some, hosts)
         assert [(c.offset_ns, c.error_ns, c.basis) for c in clocks] == [(0.0, error, basis)] * 2
 
 
@@ -700,14 +748,28 @@ def test_two_late_steps_are_not_called_all(tmp_path: Path) -> None:
     }
 
 
-def test_more_tokens_are_part_of_the_cause(tmp_path: Path) -> None:
-    world = World(slow=(Slow(1, 2.0),), tokens={0: 100, 1: 200, 2: 100, 3: 100})
-    even = replace(world, name="even", tokens=dict.fromkeys(range(4), 100))
-    decisions = judged(tmp_path / "t", world, even)
-    load = {name: d.findings[0].evidence[-1] for name, d in decisions.items()}
-    assert (load["w"].data, load["even"].data) == ({"tokens_ratio": 2.0}, {"tokens_ratio": 1.0})
-    assert "part of the cause" in load["w"].text
-    assert "no cause" in load["even"].text
+def test_tokens_tell_a_loaded_rank_from_a_slow_one(tmp_path: Path) -> None:
+    """Experts that take twice as long, with twice the tokens, half as many more, and as many as the others have."""
+    world = World(slow=(Slow(1, 2.0),))
+    tokens = {"w": 200, "half": 150, "even": 100}
+    some = [
+        replace(world, name=name, tokens={**dict.fromkeys(range(4), 100), 1: n}) for name, n in tokens.items()
+    ]
+    decisions = judged(tmp_path / "t", *some)
+    found = {name: d.findings[0] for name, d in decisions.items()}
+    assert {name: f.culprit.detail["cause"] for name, f in found.items()} == {
+        "w": "load",
+        "half": "compute and load",
+        "even": "compute",
+    }
+    assert {name: f.severity for name, f in found.items()} == {"w": "low", "half": "high", "even": "high"}
+    for name, one in found.items():
+        [said] = [e for e in (*one.evidence, *one.counter_evidence) if "tokens_ratio" in e.data]
+        assert said.data["tokens_ratio"] == tokens[name] / 100
+        assert said.data["work_ratio"] == pytest.approx(2.0, rel=0.1)
+        assert (said in one.counter_evidence) == (name == "w")
+    balance = {name for name, f in found.items() if any("balance" in r.do.lower() for r in f.remedies)}
+    assert balance == {"w", "half"}
 
 
 def test_layouts_are_those_of_the_rounds() -> None:
@@ -829,7 +891,7 @@ def test_late_arrival_in_one_step_of_eight_gpus_is_measured_and_not_judged(
     assert rows[0]["starts_ns"] == rows[0]["wait_ns"] == pytest.approx(7_624 * US, abs=3 * US)
     assert rows[0]["ends_ns"] <= 3 * US
     [clocks] = of.rows("SELECT max(error_ns) AS error_ns FROM rank_clocks")
-    assert clocks["error_ns"] < 5 * US
+    assert clocks["error_ns"] < 6 * US
 
 
 @needs_corpus

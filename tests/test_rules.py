@@ -38,6 +38,9 @@ VIEWS = (
     "profiles",
     "rank_windows",
     "rank_rounds",
+    "rank_costs",
+    "step_costs",
+    "what_if",
 )
 #: What a row is unless the case says otherwise.
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -77,6 +80,8 @@ def run(trace: Trace, rule: str, case: dict[str, Any]) -> Decision:
         case = {"coverage": [{"join": "request → iterations", "matched": 1, "total": 1}], **case}
     if case.get("rank_windows"):
         case = {"profiles": [{}], **case}
+    if case.get("rank_rounds"):
+        case = {"rank_costs": costs(case["rank_rounds"]), **case}
     for view in VIEWS:
         trace.connection.execute(f"DELETE FROM {view}")
         rows = [{**DEFAULTS.get(view, {}), **row} for row in expanded(case.get(view, []))]
@@ -92,7 +97,22 @@ def expanded(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for row in rows:
         numbers = row.get("round")
         for number in numbers if isinstance(numbers, list) else [numbers]:
-            yield row if number is None else {"step": number, **row, "round": number}
+            step = row.get("step", number)
+            at_step = number // 8 if step is None and number is not None else step
+            yield row if number is None else {"step": step, "at_step": at_step, **row, "round": number}
+
+
+def costs(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the replay says of rounds of one group: a rank's lateness in a step is what the step would be shorter by."""
+    saved: dict[tuple[int, int], int] = {}
+    for row in expanded(rounds):
+        key = row["at_step"], row["rank"]
+        saved[key] = saved.get(key, 0) + row.get("own_ns", 0)
+    return [
+        {"window": 0, "at_step": step, "rank": rank, "saved_ns": ns}
+        for (step, rank), ns in saved.items()
+        if ns
+    ]
 
 
 def shown(finding: Finding, keys: set[str]) -> dict[str, Any]:

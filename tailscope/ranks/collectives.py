@@ -16,9 +16,10 @@ from tailscope.store import Trace
 
 #: Collectives that nobody leaves before all have come. Others give no arrivals to compare.
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "barrier", "all_to_all")
-#: Phases that work between collectives is told apart by; what is in none is `other`.
-WORK = ("expert", "attention", "router", "moe", "other")
-OTHER = len(WORK) - 1
+#: Phases that work between collectives is told apart by; what is in none is `other`. `idle`: nothing runs on the GPU.
+WORK = ("expert", "attention", "router", "moe", "other", "idle")
+NAMED = ("expert", "attention", "router", "moe")
+OTHER, IDLE = WORK.index("other"), WORK.index("idle")
 EXPERT, DISPATCH, COMBINE = WORK.index("expert"), PHASES.index("dispatch"), PHASES.index("combine")
 
 
@@ -37,10 +38,11 @@ FROM rank_events WHERE source = $source AND collective IS NOT NULL AND duration_
 ORDER BY start_ns, end_ns
 """
 _OPS = f"""
-SELECT start_ns, start_ns + duration_ns AS end_ns, {_index_sql("phase", WORK)} AS phase
+SELECT start_ns, start_ns + duration_ns AS end_ns, {_index_sql("phase", NAMED)} AS phase
 FROM rank_events
-WHERE source = $source AND collective IS NULL AND duration_ns > 0 AND phase IN ('expert', 'attention', 'router', 'moe')
-  AND (category = 'kernel') = $on_gpu
+WHERE source = $source AND collective IS NULL AND duration_ns > 0
+  AND CASE WHEN $on_gpu THEN category IN ('kernel', 'gpu_memcpy', 'gpu_memset')
+           ELSE phase IN ('expert', 'attention', 'router', 'moe') AND category NOT IN ('kernel', 'gpu_memcpy', 'gpu_memset') END
 ORDER BY phase, start_ns
 """
 
@@ -102,29 +104,34 @@ def _by_phase(
 ) -> Floats:
     """The work before each collective by phase: the time that ops of a phase cover in it."""
     result = np.zeros((len(start), len(WORK)))
-    if len(start):
-        for on_gpu in (True, False):
-            ops = con.execute(_OPS, {"source": profile.source, "on_gpu": on_gpu}).fetchnumpy()
-            if not len(ops["start_ns"]):
-                continue
-            phase = np.asarray(ops["phase"], np.int64)
-            begin = (np.asarray(ops["start_ns"], np.int64) - origin_ns).astype(np.float64)
-            finish = (np.asarray(ops["end_ns"], np.int64) - origin_ns).astype(np.float64)
-            for index in np.unique(phase):
-                mine = phase == index
-                opened, closed = begin[mine], finish[mine]
-                # Ops nest and overlap; each counts from where those before it ended.
-                opened = np.maximum(opened, np.concatenate([[-np.inf], np.maximum.accumulate(closed)[:-1]]))
-                collective = np.searchsorted(start, opened, side="right")
-                known = collective < len(start)
-                collective = np.minimum(collective, len(start) - 1)
-                opened = np.maximum(opened, np.nan_to_num(over[collective], nan=np.inf))
-                covered = np.maximum(np.minimum(closed, start[collective]) - opened, 0.0)
-                result[:, index] += np.bincount(collective, weights=covered * known, minlength=len(start))
-            break
-        else:
-            result[:, OTHER] = np.nan_to_num(work)
-            return result
-    left = np.nan_to_num(work) - result[:, :OTHER].sum(axis=1)
-    result[:, OTHER] = np.maximum(left, 0.0)
+    if not len(start):
+        return result
+    for on_gpu in (True, False):
+        ops = con.execute(_OPS, {"source": profile.source, "on_gpu": on_gpu}).fetchnumpy()
+        if not len(ops["start_ns"]):
+            continue
+        phase = np.asarray(ops["phase"], np.int64)
+        begin = (np.asarray(ops["start_ns"], np.int64) - origin_ns).astype(np.float64)
+        finish = (np.asarray(ops["end_ns"], np.int64) - origin_ns).astype(np.float64)
+        for index in np.unique(phase[phase >= 0]):
+            mine = phase == index
+            result[:, index] = _covered(begin[mine], finish[mine], start, over)
+        if on_gpu:
+            order = np.argsort(begin, kind="stable")
+            busy = _covered(begin[order], finish[order], start, over)
+            result[:, IDLE] = np.maximum(np.nan_to_num(work) - busy, 0.0)
+        break
+    result[:, OTHER] = np.maximum(np.nan_to_num(work) - result.sum(axis=1), 0.0)
     return result
+
+
+def _covered(begin: Floats, finish: Floats, start: Floats, over: Floats) -> Floats:
+    """How much of the time before each collective ops cover. Ops are by start; they nest and overlap, and each counts from
+    where those before it ended."""
+    begin = np.maximum(begin, np.concatenate([[-np.inf], np.maximum.accumulate(finish)[:-1]]))
+    collective = np.searchsorted(start, begin, side="right")
+    known = collective < len(start)
+    collective = np.minimum(collective, len(start) - 1)
+    begin = np.maximum(begin, np.nan_to_num(over[collective], nan=np.inf))
+    covered = np.maximum(np.minimum(finish, start[collective]) - begin, 0.0)
+    return np.asarray(np.bincount(collective, weights=covered * known, minlength=len(start)), np.float64)

@@ -1,7 +1,9 @@
 """Fills the tables that say how a trace's ranks did against each other.
 
 `rank_windows`: a row per profile and window. `rank_clocks`: the clock of each rank in each window. `rank_rounds`: a row per
-rank and collective, with arrival, wait and transfer. `rank_steps`: which step of the engine each step of a profile is.
+rank and collective, with arrival, wait and transfer. `step_costs`: what each step of a window would take if something were
+otherwise; `rank_costs`: what it would be shorter without one rank's lateness; `rank_path`: whose work is on its critical
+path. `rank_steps`: which step of the engine each step of a profile is.
 `step_evidence`: what the profiles say of the engine's steps: time lost to a late rank, to slow transfers. `pauses`: steps
 beside which something stood that stops an engine.
 """
@@ -10,12 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.resources import files
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from tailscope.align import Scope
+from tailscope.ranks.collectives import WORK
 from tailscope.ranks.phases import write_phases
-from tailscope.ranks.waits import WindowWaits, compare
+from tailscope.ranks.replay import AS_IT_WAS, BALANCED, NO_SKEW, SHARED, USUAL_TRANSFERS, Replayed
+from tailscope.ranks.waits import WindowWaits, compare, whole
 from tailscope.ranks.windows import Window, find_windows
 from tailscope.store import Trace
 
@@ -46,9 +52,13 @@ _CLOCKS = _schema(
     {
         "window": pa.int64(),
         "rank": pa.int64(),
+        "host": pa.string(),
         "offset_ns": pa.float64(),
         "drift_ppm": pa.float64(),
+        "knots": pa.int64(),
         "error_ns": pa.float64(),
+        "residual_ns": pa.float64(),
+        "rounds": pa.int64(),
         "basis": pa.string(),
     }
 )
@@ -63,17 +73,24 @@ _ROUNDS = _schema(
         "kind": pa.string(),
         "phase": pa.string(),
         "step": pa.int64(),
+        "at_step": pa.int64(),
         "layer": pa.int64(),
         "start_ns": pa.int64(),
         "end_ns": pa.int64(),
         "wait_ns": pa.int64(),
         "transfer_ns": pa.int64(),
+        "transfer_low_ns": pa.int64(),
+        "transfer_high_ns": pa.int64(),
+        "usual_transfer_ns": pa.int64(),
         "slow_ns": pa.int64(),
+        "after_last_ns": pa.int64(),
+        "verdict": pa.string(),
         "work_ns": pa.int64(),
         "is_last": pa.bool_(),
         "is_shortest": pa.bool_(),
         "caused_ns": pa.int64(),
         "own_ns": pa.int64(),
+        "left_late_ns": pa.int64(),
         "error_ns": pa.float64(),
         "late_phase": pa.string(),
         "phase_work_ns": pa.int64(),
@@ -81,41 +98,109 @@ _ROUNDS = _schema(
         "tokens": pa.int64(),
     }
 )
+_STEP_COSTS = _schema(
+    {
+        "window": pa.int64(),
+        "at_step": pa.int64(),
+        "replayed_ns": pa.int64(),
+        "no_skew_ns": pa.int64(),
+        "usual_transfers_ns": pa.int64(),
+        "balanced_ns": pa.int64(),
+        "transfer_ns": pa.int64(),
+    }
+)
+_RANK_COSTS = _schema(
+    {"window": pa.int64(), "at_step": pa.int64(), "rank": pa.int64(), "saved_ns": pa.int64()}
+)
+_RANK_PATH = _schema({"window": pa.int64(), "rank": pa.int64(), "phase": pa.string(), "work_ns": pa.int64()})
 
 
 def write_ranks(trace: Trace, scope: Scope) -> None:
     """Fill the tables. Cost is linear in collectives, and one window is in memory at a time."""
     windows = find_windows(trace, scope)
     con = trace.connection
-    _create(trace, "rank_rounds", _ROUNDS.empty_table())
+    for name, schema in FILLED.items():
+        _create(trace, name, schema.empty_table())
     about: list[dict[str, object]] = []
     clocks: list[dict[str, object]] = []
     for window in windows:
         waits = compare(trace, window)
         if waits.tables:
-            table = pa.concat_tables(waits.tables)
-            # In batches, so that DuckDB's threads share the work.
-            rows = table.select(_ROUNDS.names)
-            con.register("new_rounds", pa.Table.from_batches(rows.to_batches(BATCH), rows.schema))
-            con.execute("INSERT INTO rank_rounds SELECT * FROM new_rounds")
-            con.unregister("new_rounds")
+            _insert(trace, "rank_rounds", pa.concat_tables(waits.tables))
+        if waits.replayed is not None:
+            for name, rows in _costs(window, waits.replayed).items():
+                _insert(trace, name, rows)
         about += _about(window, waits)
         clocks += [
             {
                 "window": window.number,
-                "rank": rank,
+                "rank": profile.rank,
+                "host": profile.host,
                 "offset_ns": clock.offset_ns,
                 "drift_ppm": clock.drift * 1e6,
+                "knots": len(clock.times_ns),
                 "error_ns": clock.error_ns,
+                "residual_ns": clock.residual_ns,
+                "rounds": clock.rounds,
                 "basis": clock.basis,
             }
-            for rank, clock in zip(window.ranks, waits.clocks, strict=True)
+            for profile, clock in zip(window.profiles, waits.clocks, strict=True)
         ]
     _create(trace, "rank_windows", pa.Table.from_pylist(about, schema=_WINDOWS))
     _create(trace, "rank_clocks", pa.Table.from_pylist(clocks, schema=_CLOCKS))
     write_phases(trace, windows)
     for name in ("rank_steps", "step_evidence", "pauses"):
         con.execute(files(__package__).joinpath(f"{name}.sql").read_text(encoding="utf-8"))
+
+
+#: Filled window by window.
+FILLED = {
+    "rank_rounds": _ROUNDS,
+    "step_costs": _STEP_COSTS,
+    "rank_costs": _RANK_COSTS,
+    "rank_path": _RANK_PATH,
+}
+
+
+def _insert(trace: Trace, name: str, table: pa.Table) -> None:
+    con = trace.connection
+    # In batches, so that DuckDB's threads share the work.
+    rows = table.select(FILLED[name].names)
+    con.register("new_rows", pa.Table.from_batches(rows.to_batches(BATCH), rows.schema))
+    con.execute(f"INSERT INTO {name} SELECT * FROM new_rows")
+    con.unregister("new_rows")
+
+
+def _costs(window: Window, replayed: Replayed) -> dict[str, pa.Table]:
+    """Rows of `step_costs`, `rank_costs` and `rank_path`."""
+    duration = replayed.duration_ns
+    saved = duration[:, [AS_IT_WAS]] - duration[:, SHARED:]
+    step, candidate = np.nonzero(saved >= 0.5)
+    rank, phase = np.nonzero(replayed.path_ns >= 0.5)
+    ranks = np.array(window.ranks)
+    steps = {
+        "at_step": replayed.step,
+        "replayed_ns": whole(duration[:, AS_IT_WAS]),
+        "no_skew_ns": whole(duration[:, NO_SKEW]),
+        "usual_transfers_ns": whole(duration[:, USUAL_TRANSFERS]),
+        "balanced_ns": whole(duration[:, BALANCED]),
+        "transfer_ns": whole(replayed.path_transfer_ns),
+    }
+    costs = {
+        "at_step": replayed.step[step],
+        "rank": ranks[replayed.without][candidate],
+        "saved_ns": whole(saved[step, candidate]),
+    }
+    path = {
+        "rank": ranks[rank],
+        "phase": [WORK[i] for i in phase],
+        "work_ns": whole(replayed.path_ns[rank, phase]),
+    }
+    tables: dict[str, dict[str, Any]] = {"step_costs": steps, "rank_costs": costs, "rank_path": path}
+    return {
+        name: pa.table({"window": pa.repeat(pa.scalar(window.number), len(columns[some])), **columns})
+        for name, columns, some in ((n, c, next(iter(c))) for n, c in tables.items())
+    }
 
 
 def _create(trace: Trace, name: str, rows: pa.Table) -> None:

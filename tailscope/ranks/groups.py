@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tailscope.ranks.collectives import COMBINE, DISPATCH, RankCollectives
 from tailscope.ranks.rounds import match
@@ -111,14 +113,14 @@ def _sequence(rank: RankCollectives, mine: Ints) -> Sequence:
     )
 
 
-def gather(group: Group, values: list[Floats]) -> Floats:
-    """ranks x rounds of a value per collective, NaN where a rank has no part."""
+def gather(group: Group, values: list[Any], missing: float = np.nan) -> NDArray[Any]:
+    """ranks x rounds of a value per collective, `missing` where a rank has no part."""
     rows = []
     for place, of_rank in zip(group.place, values, strict=True):
         if len(of_rank):
-            rows.append(np.where(place >= 0, of_rank[np.maximum(place, 0)], np.nan))
+            rows.append(np.where(place >= 0, of_rank[np.maximum(place, 0)], missing))
         else:
-            rows.append(np.full(len(place), np.nan))
+            rows.append(np.full(len(place), missing))
     return np.array(rows)
 
 

@@ -8,31 +8,31 @@ is at most what its own work since then exceeds theirs (after Böhme et al., ACM
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from tailscope.ranks.clocks import MAD_TO_SIGMA, Clock, connected, fit_clocks, median_of
+from tailscope.ranks.clocks import FEW_ROUNDS, Clock, connected, fit_clocks, median_of
 from tailscope.ranks.collectives import KINDS, OTHER, WORK, RankCollectives, load_rank
 from tailscope.ranks.groups import BESIDE, Group, common, gather, match_groups
+from tailscope.ranks.replay import Replayed, Rounds, replay
 from tailscope.ranks.sequence import UNKNOWN, Floats, Ints
+from tailscope.ranks.steps import label
+from tailscope.ranks.transfers import VERDICTS, against_usual, verdicts
 from tailscope.ranks.windows import Window
 from tailscope.schema import PHASES
 from tailscope.store import Trace
 
 #: Of those the ones that end at one time: an exchange of unequal parts ends when each has its own.
 CLOCKS = frozenset(KINDS) - {"all_to_all"}
-#: Below this many rounds of those the exchanges must do for the clocks too.
-FEW_ROUNDS = 8
 #: Rounds the clocks are fitted to, evenly taken; more make them no better known.
 MOST_FITTED = 20_000
 #: Rounds compared at a time, each by a thread of its own.
 ROUNDS = 65_536
-#: A transfer counts as slow beyond so many deviations from those of its size.
-SLOW_DEVIATIONS = 5.0
 
 
 @dataclass
@@ -40,9 +40,10 @@ class WindowWaits:
     """A window's ranks compared. `tables` have a row per rank and collective (columns of `rank_rounds`)."""
 
     clocks: list[Clock]
-    tables: list[pa.Table]
+    tables: list[pa.Table] = field(default_factory=list)
     collectives: int = 0
     unmatched: int = 0
+    replayed: Replayed | None = None
 
 
 def compare(trace: Trace, window: Window) -> WindowWaits:
@@ -50,14 +51,23 @@ def compare(trace: Trace, window: Window) -> WindowWaits:
     origin = window.span_ns[0]
     with ThreadPoolExecutor(BESIDE) as pool:
         ranks = list(pool.map(lambda profile: load_rank(trace, profile, origin), window.profiles))
-    waits = WindowWaits([], [], collectives=sum(len(r.start_ns) for r in ranks))
-    groups, waits.unmatched = match_groups(window, ranks)
-    waits.clocks = _clocks(groups, ranks, window.one_host)
-    waits.tables = [table for group in groups for table in _tables(window, group, ranks, waits.clocks)]
-    return waits
+    collectives = sum(len(r.start_ns) for r in ranks)
+    groups, unmatched = match_groups(window, ranks)
+    clocks = _clocks(groups, ranks, [p.host for p in window.profiles])
+    ranks = [_aligned(rank, clock) for rank, clock in zip(ranks, clocks, strict=True)]
+    met = [_met(group, ranks) for group in groups]
+    rounds = [r for r in met if len(r.last_ns)]
+    steps = label(
+        [gather(r.group, [rank.columns["step"] for rank in ranks], missing=UNKNOWN) for r in rounds],
+        [r.last_ns for r in rounds],
+    )
+    rounds = [replace(r, step=step) for r, step in zip(rounds, steps, strict=True)]
+    left_late = _left_late(rounds, ranks)
+    tables = [table for r in rounds for table in _tables(window, r, ranks, clocks, left_late)]
+    return WindowWaits(clocks, tables, collectives, unmatched, replay(rounds, ranks))
 
 
-def _clocks(groups: list[Group], ranks: list[RankCollectives], one_host: bool) -> list[Clock]:
+def _clocks(groups: list[Group], ranks: list[RankCollectives], hosts: Sequence[str | None]) -> list[Clock]:
     """A clock a rank, from the rounds of all groups; those of kinds that do not end together only where the others are few
     or link only some of the ranks."""
     starts, ends, kinds = [], [], []
@@ -66,7 +76,7 @@ def _clocks(groups: list[Group], ranks: list[RankCollectives], one_host: bool) -
         ends.append(gather(group, [r.end_ns for r in ranks]))
         kinds.append(common(gather(group, [r.columns["kind"].astype(np.float64) for r in ranks])))
     if not groups:
-        return fit_clocks(np.empty((len(ranks), 0)), np.empty((len(ranks), 0)), one_host=one_host)
+        return fit_clocks(np.empty((len(ranks), 0)), np.empty((len(ranks), 0)), hosts)
     start, end, kind = np.hstack(starts), np.hstack(ends), np.concatenate(kinds)
     if len(kind) > MOST_FITTED:
         some = np.linspace(0, len(kind) - 1, MOST_FITTED).astype(np.int64)
@@ -74,57 +84,83 @@ def _clocks(groups: list[Group], ranks: list[RankCollectives], one_host: bool) -
     together = np.isin(kind, [KINDS.index(k) for k in CLOCKS])
     if np.sum(together) < FEW_ROUNDS or not connected(end[:, together]):
         together[:] = True
-    return fit_clocks(start[:, together], end[:, together], one_host=one_host)
+    return fit_clocks(start[:, together], end[:, together], hosts)
+
+
+def _aligned(rank: RankCollectives, clock: Clock) -> RankCollectives:
+    """The rank's collectives on the window's clock. Durations stay what they were."""
+    offset = clock.of(rank.start_ns)
+    return replace(rank, start_ns=rank.start_ns - offset, end_ns=rank.end_ns - offset)
+
+
+def _met(group: Group, ranks: list[RankCollectives]) -> Rounds:
+    """The rounds of a group that more than one rank has, not labelled yet."""
+    place = group.place[:, np.sum(group.place >= 0, axis=0) >= 2]
+    group = Group(group.name, group.complete, place)
+    if not place.shape[1]:
+        nothing = np.empty(0)
+        return Rounds(group, np.empty(0, np.int64), nothing, nothing, nothing, nothing)
+    start, end = gather(group, [r.start_ns for r in ranks]), gather(group, [r.end_ns for r in ranks])
+    kind, size = (
+        common(gather(group, [r.columns[name].astype(np.float64) for r in ranks]))
+        for name in ("kind", "bytes")
+    )
+    transfer = np.maximum(np.nanmin(end - start, axis=0), 0.0)
+    last = np.nanmax(start, axis=0)
+    usual, slow = against_usual(kind, size, transfer, last - np.nanmin(start, axis=0))
+    return Rounds(group, np.empty(0, np.int64), last, transfer, usual, slow)
+
+
+def _left_late(rounds: Sequence[Rounds], ranks: list[RankCollectives]) -> list[Floats]:
+    """For each rank, by collective: how much later than the others it left the collective before."""
+    late = [np.zeros(len(rank.start_ns) + 1) for rank in ranks]
+    for r in rounds:
+        end = gather(r.group, [rank.end_ns for rank in ranks])
+        # The median of two is half-way between them.
+        apart = (end - median_of(end)) * np.where(np.sum(np.isfinite(end), axis=0) == 2, 2.0, 1.0)
+        for place, of_rank, row in zip(r.group.place, late, apart, strict=True):
+            of_rank[place[place >= 0] + 1] = np.maximum(row[place >= 0], 0.0)
+    return [of_rank[:-1] for of_rank in late]
 
 
 def _tables(
-    window: Window, group: Group, ranks: list[RankCollectives], clocks: list[Clock]
+    window: Window, rounds: Rounds, ranks: list[RankCollectives], clocks: list[Clock], left_late: list[Floats]
 ) -> list[pa.Table]:
-    """Rows of `rank_rounds` for the rounds of a group that more than one rank has, some rounds a table."""
-    place = group.place[:, np.sum(group.place >= 0, axis=0) >= 2]
-    if not place.shape[1]:
-        return []
-    group = Group(group.name, group.complete, place)
-    stay = gather(group, [r.end_ns - r.start_ns for r in ranks])
-    transfer = np.maximum(np.min(np.where(place >= 0, stay, np.inf), axis=0), 0.0)
-    slow = _slow_transfer(group, ranks, transfer)
+    """Rows of `rank_rounds` for the rounds of a group, some rounds a table."""
 
     def table(first: int) -> pa.Table:
-        some = slice(first, first + ROUNDS)
-        part = Group(group.name, group.complete, place[:, some])
-        return _table(window, part, first, ranks, clocks, transfer[some], slow[some])
+        return _table(window, rounds.some(slice(first, first + ROUNDS)), first, ranks, clocks, left_late)
 
     with ThreadPoolExecutor(BESIDE) as pool:
-        return list(pool.map(table, range(0, place.shape[1], ROUNDS)))
+        return list(pool.map(table, range(0, len(rounds.last_ns), ROUNDS)))
 
 
 def _table(
     window: Window,
-    group: Group,
+    rounds: Rounds,
     first_round: int,
     ranks: list[RankCollectives],
     clocks: list[Clock],
-    transfer: Floats,
-    slow: Floats,
+    left_late: list[Floats],
 ) -> pa.Table:
+    group = rounds.group
     present = group.place >= 0
     start, end = gather(group, [r.start_ns for r in ranks]), gather(group, [r.end_ns for r in ranks])
-    offset = np.array([clock.of(row) for clock, row in zip(clocks, start, strict=True)])
-    start, end, duration = start - offset, end - offset, end - start
+    stay, last = end - start, rounds.last_ns
     arrivals = np.where(present, start, -np.inf)
     late = np.argmax(arrivals, axis=0)
-    rounds = np.arange(arrivals.shape[1])
-    last = arrivals[late, rounds]
-    arrivals[late, rounds] = -np.inf
-    second = np.max(arrivals, axis=0)
-    shortest = np.argmin(np.where(present, duration, np.inf), axis=0)
+    every = np.arange(len(last))
+    arrivals[late, every] = -np.inf
+    shortest = np.argmin(np.where(present, stay, np.inf), axis=0)
     work = gather(group, [r.work_ns for r in ranks])
     work_late, work_others = _late_and_others(work, late)
-    extra = work_late - work_others
     error = np.array([clock.error_ns for clock in clocks])
-    caused = last - second
-    own = np.clip(np.nan_to_num(np.minimum(caused, extra), nan=0.0), 0.0, None)
+    error = np.hypot(error, _other_error(error))
+    caused = last - np.max(arrivals, axis=0)
+    own = np.clip(np.nan_to_num(np.minimum(caused, work_late - work_others), nan=0.0), 0.0, None)
     own[~np.isfinite(work_late)] = 0.0
+    left = np.minimum(caused - own, gather(group, left_late)[late, every])
+    verdict = verdicts(stay, last - start, rounds.transfer_ns, float(error.max()))
     phase, in_phase = _late_phase(group, ranks, late, work_late, work_others)
     row, column = np.nonzero(present)
     places = [place[here] for place, here in zip(group.place, present, strict=True)]
@@ -132,11 +168,18 @@ def _table(
     def told(name: str) -> Ints:
         return np.concatenate([r.columns[name][place] for r, place in zip(ranks, places, strict=True)])
 
+    kind = told("kind")
     is_late = late[column] == row
     origin = window.span_ns[0]
+    # In an exchange of unequal parts a rank may have waited for some of the others only: all of its stay may be transfer.
+    exchange = kind == KINDS.index("all_to_all")
+    after_last = np.maximum(end[present] - last[column], 0.0)
     by_round = {
-        "transfer_ns": pa.array(_whole(transfer)),
-        "slow_ns": pa.array(_whole(slow)),
+        "transfer_ns": pa.array(whole(rounds.transfer_ns)),
+        "usual_transfer_ns": _rounded(rounds.usual_ns),
+        "slow_ns": pa.array(whole(rounds.slow_ns)),
+        "verdict": _named(VERDICTS, pa.array(verdict)),
+        "at_step": _nullable(rounds.step),
         "phase_work_ns": _rounded(in_phase[0]),
         "phase_others_ns": _rounded(in_phase[1]),
         "ranks": pa.array(np.sum(present, axis=0)),
@@ -148,19 +191,23 @@ def _table(
         "round": column + first_round,
         "rank": np.array(window.ranks)[row],
         "complete": pa.repeat(pa.scalar(group.complete), len(row)),
-        "kind": _named(KINDS, pa.array(told("kind"))),
+        "kind": _named(KINDS, pa.array(kind)),
         "phase": _named(PHASES, _nullable(told("phase"))),
         "step": _nullable(told("step")),
         "layer": _nullable(told("layer")),
-        "start_ns": _whole(start[present]) + origin,
-        "end_ns": _whole(end[present]) + origin,
-        "wait_ns": _whole(last[column] - start[present]),
+        "start_ns": whole(start[present]) + origin,
+        "end_ns": whole(end[present]) + origin,
+        "wait_ns": whole(last[column] - start[present]),
+        "transfer_low_ns": whole(np.where(exchange, after_last, rounds.transfer_ns[column])),
+        "transfer_high_ns": whole(np.where(exchange, stay[present], rounds.transfer_ns[column])),
+        "after_last_ns": whole(end[present] - last[column]),
         "work_ns": _rounded(work[present]),
         "is_last": is_late,
         "is_shortest": shortest[column] == row,
-        "caused_ns": np.where(is_late, _whole(caused)[column], 0),
-        "own_ns": np.where(is_late, _whole(own)[column], 0),
-        "error_ns": (error + _other_error(error))[row],
+        "caused_ns": np.where(is_late, whole(caused)[column], 0),
+        "own_ns": np.where(is_late, whole(own)[column], 0),
+        "left_late_ns": np.where(is_late, whole(np.maximum(left, 0.0))[column], 0),
+        "error_ns": error[row],
         "tokens": _nullable(told("tokens")),
         "late_phase": _named(WORK, pa.array(phase[column])),
         **{name: values.take(of_round) for name, values in by_round.items()},
@@ -200,26 +247,6 @@ def _late_phase(
     return chosen, (mine, theirs)
 
 
-def _slow_transfer(group: Group, ranks: list[RankCollectives], transfer: Floats) -> Floats:
-    """How much longer each round's transfer took than those of its kind and size, where that is beyond their spread."""
-    kind = common(gather(group, [r.columns["kind"].astype(np.float64) for r in ranks]))
-    size = common(gather(group, [r.columns["bytes"].astype(np.float64) for r in ranks]))
-    # Sizes within an eighth of each other are alike.
-    scale = np.where(size > 0, np.round(8 * np.log2(np.maximum(size, 1.0))), UNKNOWN)
-    _, alike = np.unique(kind * 1_000 + scale, return_inverse=True)
-    slow = np.zeros(len(transfer))
-    order = np.argsort(alike.reshape(-1), kind="stable")
-    for members in np.split(order, np.flatnonzero(np.diff(alike.reshape(-1)[order])) + 1):
-        values = transfer[members]
-        if len(values) < FEW_ROUNDS:
-            continue
-        usual = np.median(values)
-        spread = MAD_TO_SIGMA * np.median(np.abs(values - usual))
-        beyond = values > usual + np.maximum(SLOW_DEVIATIONS * spread, 0.5 * usual)
-        slow[members[beyond]] = values[beyond] - usual
-    return slow
-
-
 def _other_error(error: Floats) -> Floats:
     """The largest error of another rank than each: a wait is between two clocks."""
     order = np.argsort(error)
@@ -227,7 +254,7 @@ def _other_error(error: Floats) -> Floats:
     return np.asarray(np.where(np.arange(len(error)) == order[-1], second, largest))
 
 
-def _whole(values: Floats) -> Ints:
+def whole(values: Floats) -> Ints:
     return np.rint(values).astype(np.int64)
 
 
@@ -242,4 +269,4 @@ def _nullable(values: Ints) -> Any:
 
 def _rounded(values: Floats) -> Any:
     known = np.isfinite(values)
-    return pa.array(_whole(np.where(known, values, 0.0)), mask=~known)
+    return pa.array(whole(np.where(known, values, 0.0)), mask=~known)

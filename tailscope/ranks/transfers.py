@@ -1,0 +1,62 @@
+"""How long a collective's transfer took, against those of its kind and size, and whether that or waiting is most of it."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailscope.ranks.clocks import MAD_TO_SIGMA
+from tailscope.ranks.sequence import UNKNOWN, Floats
+
+#: Below this many transfers of a kind and size there is no usual one.
+FEW_ROUNDS = 8
+#: A transfer counts as slow beyond so many deviations from those of its size.
+SLOW_DEVIATIONS = 5.0
+#: Of all ranks' time in a collective the share that is waiting, from which skew dominates, and up to which the transfer does.
+SKEW_DOMINATED, TRANSFER_DOMINATED = 2 / 3, 1 / 3
+#: What a collective's time is mostly (vLLM's RFC 52777 has these four).
+VERDICTS = ("transfer", "skew", "mixed", "inconclusive")
+
+
+def against_usual(kind: Floats, size: Floats, transfer: Floats, skew: Floats) -> tuple[Floats, Floats]:
+    """(usual, slow) of each round's transfer, ns; all arrays are of one value a round.
+
+    `usual`: the median of transfers of its kind and size (within an eighth), of rounds whose ranks came together (skew no
+    longer than the transfer) where there are enough; NaN where there are too few. `slow`: what a transfer took beyond,
+    where that is beyond their spread and half of it.
+    """
+    scale = np.where(size > 0, np.round(8 * np.log2(np.maximum(size, 1.0))), UNKNOWN)
+    _, alike = np.unique(kind * 1_000 + scale, return_inverse=True)
+    alike = alike.reshape(-1)
+    usual, slow = np.full(len(transfer), np.nan), np.zeros(len(transfer))
+    order = np.argsort(alike, kind="stable")
+    for members in np.split(order, np.flatnonzero(np.diff(alike[order])) + 1):
+        values = transfer[members]
+        if len(values) < FEW_ROUNDS:
+            continue
+        together = values[skew[members] <= values]
+        base = together if len(together) >= FEW_ROUNDS else values
+        middle = float(np.median(base))
+        spread = MAD_TO_SIGMA * float(np.median(np.abs(base - middle)))
+        usual[members] = middle
+        beyond = values > middle + max(SLOW_DEVIATIONS * spread, 0.5 * middle)
+        slow[members[beyond]] = values[beyond] - middle
+    return usual, slow
+
+
+def verdicts(stay: Floats, wait: Floats, transfer: Floats, error_ns: float) -> NDArray[np.int64]:
+    """Index into VERDICTS of each round. `stay`, `wait`: ranks x rounds, NaN where a rank has no part; `error_ns`: of a wait.
+
+    Waiting is known twice: by the clocks, and as what each stay is longer than the shortest. Where these differ by more
+    than the clocks' error and half of the larger, nothing is known.
+    """
+    with np.errstate(invalid="ignore"):
+        stayed = np.nanmean(stay, axis=0)
+        waited, without_clocks = np.nanmean(wait, axis=0), stayed - transfer
+    share = without_clocks / np.maximum(stayed, 1.0)
+    told = np.select([share >= SKEW_DOMINATED, share <= TRANSFER_DOMINATED], [1, 0], 2)
+    most = np.maximum(waited, without_clocks)
+    apart = np.abs(waited - without_clocks) > np.maximum(error_ns, 0.5 * most)
+    # A difference that is small beside the stay changes no verdict.
+    apart &= np.abs(waited - without_clocks) > 0.1 * stayed
+    return np.asarray(np.where(apart | ~np.isfinite(stayed), 3, told))
