@@ -75,7 +75,15 @@ class Layers:
         """Threads that run layers."""
         return np.array(sorted(self._by_thread), np.int64)
 
-    def of(self, starts_ns: Ints, origins_ns: Ints, threads: Ints, step: Ints, on_gpu: NDArray[np.bool_]) -> Ints:  # fmt: skip
+    def of(
+        self,
+        starts_ns: Ints,
+        origins_ns: Ints,
+        threads: Ints,
+        step: Ints,
+        on_gpu: NDArray[np.bool_],
+        launched: NDArray[np.bool_],
+    ) -> Ints:
         """`origins_ns`, `threads`: when and where each event was launched, or itself began on the CPU."""
         layer = np.full(len(step), NONE)
         if len(self._by_thread) == 1:
@@ -86,6 +94,7 @@ class Layers:
                 if marks_of := self._by_thread.get(thread):
                     mine = threads == thread
                     layer[mine] = marks_of.layer(origins_ns[mine], step[mine])
+        layer = np.where(on_gpu & ~launched, NONE, layer)
         if not self._replayed.any():
             return layer
         replayed = on_gpu & (step >= 0) & self._replayed[step]

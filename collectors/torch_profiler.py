@@ -297,10 +297,11 @@ def _rank_events(
     around_layer, around = timeline.surroundings.of(origin)
     around = np.where(enclosed, around, NONE)
     layer = np.where(enclosed, around_layer, NONE)
-    # Micro-batches run in threads of their own.
-    counting = enclosed | np.isin(threads, timeline.layers.threads) | (on_gpu & (step >= 0))
-    origin_thread = np.where(launched, np.append(spool.launches.thread, NONE)[launch], threads)
-    counted = timeline.layers.of(start, origin, origin_thread, step, on_gpu)
+    # Micro-batches run in threads of their own. An annotation's twin on the GPU is over what it holds.
+    counting = enclosed | (~on_gpu & np.isin(threads, timeline.layers.threads)) | (on_gpu & ~annotation)
+    origin_thread = np.append(spool.launches.thread, NONE)[launch]
+    origin_thread = np.where(on_gpu, origin_thread, threads)
+    counted = timeline.layers.of(start, origin, origin_thread, step, on_gpu, launched)
     layer = np.where(counting & (layer < 0), counted, layer)
     own_layer, own_phase = _ints(batch["layer"]), _ints(batch["phase"])
     layer = np.where(own_layer >= 0, own_layer, layer)

@@ -1,7 +1,7 @@
 """Labelled worlds of ranks: what is wrong with one, or looks as if it were, and who may be named for it.
 
 A world is a run of 40 to 80 steps of 2 to 16 ranks, profiled from its first step to its last. The seed draws everything that
-a family does not name: ranks and hosts, layers, work and its spread, transfers, with and without c10d's metadata. How far the
+a family does not name: ranks and hosts, layers, work and its spread, transfers, emitters of several kinds. How far the
 hosts' clocks are apart is given, so that each offset has as many worlds.
 """
 
@@ -126,7 +126,7 @@ def world(rng: Rng, offset_ms: float, shape: str = "any", **changes: Any) -> Sce
         exchange="all-to-all" if shape == "exchange" else "all-gather",
         follow=float(rng.uniform(0.0, 1.0)),
         stamp_jitter_s=uniform(rng, 5e-7, 5e-6) if rng.random() < 0.5 else 0.0,
-        metadata=bool(rng.random() < 0.5),
+        emitter="nccl" if rng.random() < 0.5 else "gloo",
         **clocks(rng, n, offset_ms),
     )
     of_ranks = {k: changes.pop(k) for k in list(changes) if hasattr(settings, k)}
