@@ -26,13 +26,16 @@ lengths AS (
     SELECT "window", count(*) AS steps, sum(step_ns) AS step_ns, median(step_ns) AS usual_ns FROM spans GROUP BY "window"
 ),
 decided_steps AS (
-    SELECT "window", at_step, rank, sum(caused_ns) AS caused_ns, arg_max(late_phase, own_ns) AS phase, arg_max(layer, own_ns) AS layer,
+    SELECT "window", at_step, rank, sum(caused_ns) AS caused_ns, sum(own_ns) AS direct_ns, arg_max(late_phase, own_ns) AS phase, arg_max(layer, own_ns) AS layer,
            arg_max(phase_work_ns, own_ns) AS top_work_ns, arg_max(phase_others_ns, own_ns) AS top_others_ns
     FROM rounds WHERE decided GROUP BY "window", at_step, rank
 ),
+-- The replay takes away the lateness of the ranks that have most; of others what they cost is what they caused by their own work.
 by_step AS (
-    SELECT d.*, least(c.saved_ns, d.caused_ns) AS own_ns
-    FROM decided_steps d JOIN rank_costs c ON c."window" = d."window" AND c.at_step = d.at_step AND c.rank = d.rank
+    SELECT d.* EXCLUDE (direct_ns), CASE WHEN r.rank IS NULL THEN d.direct_ns ELSE least(coalesce(c.saved_ns, 0), d.caused_ns) END AS own_ns
+    FROM decided_steps d
+    LEFT JOIN (SELECT DISTINCT "window", rank FROM rank_costs) r ON r."window" = d."window" AND r.rank = d.rank
+    LEFT JOIN rank_costs c ON c."window" = d."window" AND c.at_step = d.at_step AND c.rank = d.rank
 ),
 own AS (SELECT "window", rank, sum(own_ns) AS own_ns FROM by_step GROUP BY "window", rank),
 worst AS (SELECT "window", arg_max(rank, own_ns) AS rank FROM own GROUP BY "window"),

@@ -7,19 +7,24 @@ import re
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from tailscope.errors import BadInput, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.console import Console
 
     from tailscope.align import Scope
     from tailscope.config import Config
     from tailscope.ingest import Outcome
     from tailscope.model import Diagnosis
+    from tailscope.store import Trace
+
+T = TypeVar("T")
 
 app = typer.Typer(
     help="Says who is slow in an LLM inference fleet, who waits for it, and what to change.",
@@ -159,6 +164,30 @@ def diagnose(
         severe = order[: order.index(fail_on) + 1]
         if any(f.status == "found" and f.severity in severe for f in diagnosis.findings):
             raise typer.Exit(3)
+
+
+@app.command()
+def whatif(
+    trace: TracePath,
+    config: ConfigOption = None,
+    format: Annotated[Format, typer.Option(help="text for people, json for programs.")] = Format.text,
+    memory_limit: MemoryOption = "2GB",
+    from_: FromOption = None,
+    to: ToOption = None,
+    last: LastOption = None,
+    instance: InstanceOption = None,
+    klass: ClassOption = None,
+) -> None:
+    """Say what profiled steps, and token gaps, would take without skew, without one rank's lateness, with balanced experts."""
+    from tailscope.render import what_if as render
+    from tailscope.what_if import what_if
+
+    filters = (from_, to, last, instance, klass)
+    windows = _on_trace(what_if, trace, config, [], memory_limit, filters)
+    if format is Format.json:
+        print(render.as_json(trace, windows))
+    else:
+        render.as_text(windows, _console())
 
 
 @app.command()
@@ -315,12 +344,26 @@ def _diagnose(
     filters: tuple[str | None, ...],
     settings: Config | None = None,
 ) -> Diagnosis:
+    from tailscope.engine import diagnose as run
+
+    return _on_trace(run, path, config_path, slos, memory_limit, filters, settings)
+
+
+def _on_trace(
+    use: Callable[[Trace, Config, Scope], T],
+    path: str,
+    config_path: Path | None,
+    slos: list[str],
+    memory_limit: str,
+    filters: tuple[str | None, ...],
+    settings: Config | None = None,
+) -> T:
+    """What `use` makes of a trace, and one clear message where the trace cannot be read."""
     from dataclasses import replace
 
     import duckdb
 
     from tailscope import config as configuration
-    from tailscope.engine import diagnose as run
     from tailscope.scan import first_line
     from tailscope.store import Trace
 
@@ -331,7 +374,7 @@ def _diagnose(
     settings = replace(settings, slos=kept + given)
     try:
         with Trace(path, memory_limit=memory_limit) as trace:
-            return run(trace, settings, _scope(trace, *filters))
+            return use(trace, settings, _scope(trace, *filters))
     except duckdb.OutOfMemoryException as error:
         raise UsageError(
             f"--memory-limit {memory_limit} is too small for this trace; give it more"

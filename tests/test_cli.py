@@ -10,7 +10,8 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from real import EXAMPLE
+import rank_worlds
+from real import CAPTURES, EXAMPLE, needs_captures
 
 from tailscope.render.as_json import schema
 
@@ -190,3 +191,38 @@ def test_a_memory_limit_that_is_too_small_does_not_blame_the_data(trace: Path) -
         assert done.returncode == 2
         assert "too small" in done.stderr
         assert "damaged" not in done.stderr
+
+
+def test_whatif_says_what_steps_would_take(tmp_path: Path) -> None:
+    world = rank_worlds.World(name="[red]w", slow=(rank_worlds.Slow(1, 3.0),))
+    path = rank_worlds.write(tmp_path / "t.parquet", world)
+    shown = tailscope("whatif", path)
+    assert shown.returncode == 0, shown.stderr
+    assert "[red]w: 10 steps of 4 ranks" in shown.stdout
+    assert "rank 1 as the others" in shown.stdout
+    document = json.loads(tailscope("whatif", path, "--format", "json").stdout)
+    [window] = document["windows"]
+    by_rank = {o["rank"]: o["saved"] for o in window["otherwise"] if o["scenario"] == "without rank"}
+    assert max(by_rank, key=lambda rank: by_rank[rank]) == 1
+    assert by_rank[1] > 0.3
+    assert sum(p["share"] for p in window["path"]) == pytest.approx(1.0, abs=1e-6)
+
+
+@needs_captures
+def test_whatif_of_a_real_slow_rank_gives_the_steps_that_it_had_before(tmp_path: Path) -> None:
+    """Rank 1 spins in the second window. Without its lateness the gaps between tokens are what they were in the first."""
+    tailscope("ingest", CAPTURES / "vllm-cpu" / "run3-moe-dp2-ep2-patched", "-o", tmp_path / "t.parquet")
+    document = json.loads(tailscope("whatif", tmp_path / "t.parquet", "--format", "json").stdout)
+    clean, slow = document["windows"]
+    [without] = [o for o in slow["otherwise"] if o["rank"] == 1]
+    [gaps] = without["gaps"]
+    before = clean["otherwise"][0]["gaps"][0]["p50_s"]
+    assert gaps["p50_s"] > 2 * before
+    assert gaps["p50_without_s"] == pytest.approx(before, rel=0.15)
+    assert gaps["p99_s"] is None
+
+
+def test_whatif_without_profiles_says_what_it_needs(trace: Path) -> None:
+    shown = tailscope("whatif", trace)
+    assert shown.returncode == 0
+    assert "torch profiler traces of all ranks" in shown.stdout

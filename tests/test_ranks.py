@@ -606,7 +606,7 @@ def judged(folder: Path, *some: Lived | World) -> dict[str, Decision]:
             name = str(of_window[0]["world"])
             assert name not in decisions
             decisions[name] = RULE.decide(of_window, RULE.limits)
-    told = sorted((f.culprit.detail["world"], f.title) for f in diagnosis.findings)
+    told = sorted((f.culprit.detail["world"], f.title) for f in diagnosis.findings if f.rule == RULE.name)
     assert told == sorted((name, f.title) for name, d in decisions.items() for f in d.findings)
     return decisions
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ VIEWS = (
     "rank_costs",
     "step_costs",
     "what_if",
+    "rank_clocks",
 )
 #: What a row is unless the case says otherwise.
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -49,13 +51,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "coupling": {"n": 1000, "n_eff": 500, "culprit_requests": 5},
     "steps": {"instance": "a"},
     "profiles": {"instance": "a"},
+    "rank_clocks": {"window": 0, "error_ns": 1000.0, "basis": "ends of collectives"},
+    "step_costs": {"window": 0},
     "rank_windows": {
         "window": 0, "world": "w", "world_size": 2, "missing": 0, "used": True, "collectives": 32, "unmatched": 0,
         "first_ns": 100, "last_ns": 900,
     },
     "rank_rounds": {
         "window": 0, "group": "", "complete": True, "kind": "all_reduce", "phase": "combine", "error_ns": 1000.0, "is_last": False,
-        "is_shortest": False, "caused_ns": 0, "own_ns": 0, "wait_ns": 0, "transfer_ns": 1_000_000, "slow_ns": 0,
+        "is_shortest": False, "caused_ns": 0, "own_ns": 0, "wait_ns": 0, "transfer_ns": 1_000_000, "slow_ns": 0, "exit_ns": 0, "left_late_ns": 0,
         "end_ns": 11_000_000,
     },
 }  # fmt: skip
@@ -93,13 +97,15 @@ def run(trace: Trace, rule: str, case: dict[str, Any]) -> Decision:
 
 
 def expanded(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A row with a list of rounds stands for one of each, which is a step of its own unless the row says which."""
+    """A row with a list of rounds, steps or ranks stands for one of each. A round is a step of its own unless the row says which."""
     for row in rows:
-        numbers = row.get("round")
-        for number in numbers if isinstance(numbers, list) else [numbers]:
-            step = row.get("step", number)
-            at_step = number // 8 if step is None and number is not None else step
-            yield row if number is None else {"step": step, "at_step": at_step, **row, "round": number}
+        lists = {key: row[key] for key in ("round", "at_step", "rank") if isinstance(row.get(key), list)}
+        for values in product(*lists.values()):
+            one = {**row, **dict(zip(lists, values, strict=True))}
+            if "round" in one:
+                step = one.setdefault("step", one["round"])
+                one.setdefault("at_step", one["round"] // 8 if step is None else step)
+            yield one
 
 
 def costs(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:

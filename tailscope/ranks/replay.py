@@ -21,8 +21,8 @@ from tailscope.ranks.collectives import EXPERT, OTHER, WORK, RankCollectives
 from tailscope.ranks.groups import Group, gather
 from tailscope.ranks.sequence import Floats, Ints
 
-#: Ranks whose lateness is taken away one at a time: those with most of it.
-CANDIDATES = 8
+#: Ranks whose lateness is taken away one at a time: those with most of it, and with no less than so much of the most.
+CANDIDATES, CANDIDATE_SHARE = 8, 0.25
 #: Numbers held at a time for one array of a chunk of steps.
 CHUNK = 2_000_000
 #: Scenarios before those of single ranks: as it was, without skew, usual transfers, balanced experts.
@@ -33,7 +33,7 @@ SHARED = 4
 @dataclass(frozen=True)
 class Rounds:
     """The rounds of a group. By round: its step, when the last rank came, its transfer, the usual one of its kind and size
-    (NaN: unknown), and what it took beyond."""
+    (NaN: unknown), what it took beyond, and the class of its size."""
 
     group: Group
     step: Ints
@@ -41,10 +41,11 @@ class Rounds:
     transfer_ns: Floats
     usual_ns: Floats
     slow_ns: Floats
+    size: Floats
 
     def some(self, which: slice) -> Rounds:
         group = Group(self.group.name, self.group.complete, self.group.place[:, which])
-        times = (self.last_ns, self.transfer_ns, self.usual_ns, self.slow_ns)
+        times = (self.last_ns, self.transfer_ns, self.usual_ns, self.slow_ns, self.size)
         return Rounds(group, self.step[which], *(value[which] for value in times))
 
 
@@ -91,7 +92,8 @@ def _candidates(rounds: Sequence[Rounds], ranks: Sequence[RankCollectives]) -> l
     for r in rounds:
         work = gather(r.group, [rank.work_ns for rank in ranks])
         late += np.nansum(np.maximum(work - median_of(work), 0.0), axis=1)
-    return sorted(int(i) for i in np.argsort(-late, kind="stable")[:CANDIDATES])
+    most = np.argsort(-late, kind="stable")[:CANDIDATES]
+    return sorted(int(i) for i in most if late[i] > 0 and late[i] >= CANDIDATE_SHARE * late[most[0]])
 
 
 def _alike(number: Ints, first: Ints, rounds: int, ranks: int) -> Iterator[tuple[Ints, Ints]]:

@@ -18,15 +18,19 @@ SKEW_DOMINATED, TRANSFER_DOMINATED = 2 / 3, 1 / 3
 VERDICTS = ("transfer", "skew", "mixed", "inconclusive")
 
 
-def against_usual(kind: Floats, size: Floats, transfer: Floats, skew: Floats) -> tuple[Floats, Floats]:
-    """(usual, slow) of each round's transfer, ns; all arrays are of one value a round.
+def size_class(bytes_in: Floats) -> Floats:
+    """Eighths of the binary logarithm of the bytes, UNKNOWN where these are: sizes within an eighth of each other are alike."""
+    return np.asarray(np.where(bytes_in > 0, np.round(8 * np.log2(np.maximum(bytes_in, 1.0))), UNKNOWN))
 
-    `usual`: the median of transfers of its kind and size (within an eighth), of rounds whose ranks came together (skew no
+
+def against_usual(kind: Floats, size: Floats, transfer: Floats, skew: Floats) -> tuple[Floats, Floats]:
+    """(usual, slow) of each round's transfer, ns; all arrays are of one value a round, `size` is that of `size_class`.
+
+    `usual`: the median of transfers of its kind and size, of rounds whose ranks came together (skew no
     longer than the transfer) where there are enough; NaN where there are too few. `slow`: what a transfer took beyond,
     where that is beyond their spread and half of it.
     """
-    scale = np.where(size > 0, np.round(8 * np.log2(np.maximum(size, 1.0))), UNKNOWN)
-    _, alike = np.unique(kind * 1_000 + scale, return_inverse=True)
+    _, alike = np.unique(kind * 1_000 + size, return_inverse=True)
     alike = alike.reshape(-1)
     usual, slow = np.full(len(transfer), np.nan), np.zeros(len(transfer))
     order = np.argsort(alike, kind="stable")

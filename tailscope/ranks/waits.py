@@ -22,7 +22,7 @@ from tailscope.ranks.groups import BESIDE, Group, common, gather, match_groups
 from tailscope.ranks.replay import Replayed, Rounds, replay
 from tailscope.ranks.sequence import UNKNOWN, Floats, Ints
 from tailscope.ranks.steps import label
-from tailscope.ranks.transfers import VERDICTS, against_usual, verdicts
+from tailscope.ranks.transfers import VERDICTS, against_usual, size_class, verdicts
 from tailscope.ranks.windows import Window
 from tailscope.schema import PHASES
 from tailscope.store import Trace
@@ -62,8 +62,8 @@ def compare(trace: Trace, window: Window) -> WindowWaits:
         [r.last_ns for r in rounds],
     )
     rounds = [replace(r, step=step) for r, step in zip(rounds, steps, strict=True)]
-    left_late = _left_late(rounds, ranks)
-    tables = [table for r in rounds for table in _tables(window, r, ranks, clocks, left_late)]
+    exits = _exits(rounds, ranks)
+    tables = [table for r in rounds for table in _tables(window, r, ranks, clocks, exits)]
     return WindowWaits(clocks, tables, collectives, unmatched, replay(rounds, ranks))
 
 
@@ -99,7 +99,7 @@ def _met(group: Group, ranks: list[RankCollectives]) -> Rounds:
     group = Group(group.name, group.complete, place)
     if not place.shape[1]:
         nothing = np.empty(0)
-        return Rounds(group, np.empty(0, np.int64), nothing, nothing, nothing, nothing)
+        return Rounds(group, np.empty(0, np.int64), *[nothing] * 5)
     start, end = gather(group, [r.start_ns for r in ranks]), gather(group, [r.end_ns for r in ranks])
     kind, size = (
         common(gather(group, [r.columns[name].astype(np.float64) for r in ranks]))
@@ -107,29 +107,33 @@ def _met(group: Group, ranks: list[RankCollectives]) -> Rounds:
     )
     transfer = np.maximum(np.nanmin(end - start, axis=0), 0.0)
     last = np.nanmax(start, axis=0)
+    size = size_class(size)
     usual, slow = against_usual(kind, size, transfer, last - np.nanmin(start, axis=0))
-    return Rounds(group, np.empty(0, np.int64), last, transfer, usual, slow)
+    return Rounds(group, np.empty(0, np.int64), last, transfer, usual, slow, size)
 
 
-def _left_late(rounds: Sequence[Rounds], ranks: list[RankCollectives]) -> list[Floats]:
-    """For each rank, by collective: how much later than the others it left the collective before."""
-    late = [np.zeros(len(rank.start_ns) + 1) for rank in ranks]
+def _exits(rounds: Sequence[Rounds], ranks: list[RankCollectives]) -> list[Floats]:
+    """For each rank, by collective: how much later than the others it left, 0 where nobody else is known; negative: sooner.
+
+    One place more than collectives, so that that before a collective can be looked up: [-1] is before the first.
+    """
+    exits = [np.zeros(len(rank.start_ns) + 1) for rank in ranks]
     for r in rounds:
         end = gather(r.group, [rank.end_ns for rank in ranks])
         # The median of two is half-way between them.
         apart = (end - median_of(end)) * np.where(np.sum(np.isfinite(end), axis=0) == 2, 2.0, 1.0)
-        for place, of_rank, row in zip(r.group.place, late, apart, strict=True):
-            of_rank[place[place >= 0] + 1] = np.maximum(row[place >= 0], 0.0)
-    return [of_rank[:-1] for of_rank in late]
+        for place, of_rank, row in zip(r.group.place, exits, apart, strict=True):
+            of_rank[place[place >= 0]] = row[place >= 0]
+    return exits
 
 
 def _tables(
-    window: Window, rounds: Rounds, ranks: list[RankCollectives], clocks: list[Clock], left_late: list[Floats]
+    window: Window, rounds: Rounds, ranks: list[RankCollectives], clocks: list[Clock], exits: list[Floats]
 ) -> list[pa.Table]:
     """Rows of `rank_rounds` for the rounds of a group, some rounds a table."""
 
     def table(first: int) -> pa.Table:
-        return _table(window, rounds.some(slice(first, first + ROUNDS)), first, ranks, clocks, left_late)
+        return _table(window, rounds.some(slice(first, first + ROUNDS)), first, ranks, clocks, exits)
 
     with ThreadPoolExecutor(BESIDE) as pool:
         return list(pool.map(table, range(0, len(rounds.last_ns), ROUNDS)))
@@ -141,7 +145,7 @@ def _table(
     first_round: int,
     ranks: list[RankCollectives],
     clocks: list[Clock],
-    left_late: list[Floats],
+    exits: list[Floats],
 ) -> pa.Table:
     group = rounds.group
     present = group.place >= 0
@@ -159,7 +163,9 @@ def _table(
     caused = last - np.max(arrivals, axis=0)
     own = np.clip(np.nan_to_num(np.minimum(caused, work_late - work_others), nan=0.0), 0.0, None)
     own[~np.isfinite(work_late)] = 0.0
-    left = np.minimum(caused - own, gather(group, left_late)[late, every])
+    # What made it late beside its work: it left the collective before later than the others.
+    before = [of_rank[place - 1] for place, of_rank in zip(group.place, exits, strict=True)]
+    left = np.clip(np.minimum(caused - own, np.array(before)[late, every]), 0.0, None)
     verdict = verdicts(stay, last - start, rounds.transfer_ns, float(error.max()))
     phase, in_phase = _late_phase(group, ranks, late, work_late, work_others)
     row, column = np.nonzero(present)
@@ -177,6 +183,7 @@ def _table(
     by_round = {
         "transfer_ns": pa.array(whole(rounds.transfer_ns)),
         "usual_transfer_ns": _rounded(rounds.usual_ns),
+        "size": pa.array(whole(rounds.size)),
         "slow_ns": pa.array(whole(rounds.slow_ns)),
         "verdict": _named(VERDICTS, pa.array(verdict)),
         "at_step": _nullable(rounds.step),
@@ -200,13 +207,13 @@ def _table(
         "wait_ns": whole(last[column] - start[present]),
         "transfer_low_ns": whole(np.where(exchange, after_last, rounds.transfer_ns[column])),
         "transfer_high_ns": whole(np.where(exchange, stay[present], rounds.transfer_ns[column])),
-        "after_last_ns": whole(end[present] - last[column]),
+        "exit_ns": whole(gather(group, exits)[present]),
         "work_ns": _rounded(work[present]),
         "is_last": is_late,
         "is_shortest": shortest[column] == row,
         "caused_ns": np.where(is_late, whole(caused)[column], 0),
         "own_ns": np.where(is_late, whole(own)[column], 0),
-        "left_late_ns": np.where(is_late, whole(np.maximum(left, 0.0))[column], 0),
+        "left_late_ns": np.where(is_late, whole(left)[column], 0),
         "error_ns": error[row],
         "tokens": _nullable(told("tokens")),
         "late_phase": _named(WORK, pa.array(phase[column])),

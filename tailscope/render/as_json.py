@@ -25,7 +25,12 @@ def schema() -> dict[str, Any]:
 
 
 def render(diagnosis: Diagnosis) -> str:
-    text = orjson.dumps(as_dict(diagnosis), option=orjson.OPT_INDENT_2).decode()
+    return dumps(as_dict(diagnosis))
+
+
+def dumps(document: dict[str, Any]) -> str:
+    """JSON of a document of plain values that a terminal may show."""
+    text = orjson.dumps(document, option=orjson.OPT_INDENT_2).decode()
     # JSON leaves them as they are, and a terminal would obey them.
     return CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 

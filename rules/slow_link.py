@@ -1,0 +1,250 @@
+"""Transfers take longer than others of their size, or one rank's link holds up every exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from scipy import stats
+
+from tailscope.model import (
+    Decision,
+    Evidence,
+    Finding,
+    Party,
+    Remedy,
+    Rows,
+    Rule,
+    Threshold,
+    severity_of,
+)
+
+Row = Mapping[str, Any]
+MANY_RANKS = 3
+
+
+def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
+    decisions = [
+        window_decision(list(window), limits) for _, window in groupby(rows, key=lambda r: r["window"])
+    ]
+    findings = tuple(finding for decision in decisions for finding in decision.findings)
+    for status in ("found", "inconclusive", "clear"):
+        chosen = [decision for decision in decisions if decision.status == status]
+        if chosen:
+            reasons = dict.fromkeys(decision.reason for decision in chosen)
+            return Decision(chosen[0].status, "; ".join(list(reasons)[:3]), findings)
+    return Decision("no-data", RULE.missing)
+
+
+def window_decision(rows: Sequence[Row], limits: Mapping[str, float]) -> Decision:
+    """What one window of profiles says."""
+    window = rows[0]
+    if not window["steps"]:
+        if window["missing"]:
+            return Decision(
+                "inconclusive",
+                f"profiles of {window['present']} of {window['world_size']} ranks: no transfer is known",
+            )
+        return Decision("no-data", RULE.missing)
+    if window["steps"] < limits["steps"]:
+        return Decision("inconclusive", f"{window['steps']} steps are too few to know a usual transfer")
+    by_rank = [r for r in rows if r["rank"] is not None]
+    groups = [r for r in rows if r["rank"] is None and r["rounds"]]
+    links = [
+        found
+        for kind in sorted({r["rank_kind"] for r in by_rank})
+        if (found := of_ranks([r for r in by_rank if r["rank_kind"] == kind], limits))
+    ]
+    slow = [found for row in groups if (found := of_group(row, limits))]
+    # A group whose transfers are slow because one of its links is is that link's.
+    findings = links or slow
+    if findings:
+        return Decision("found", "; ".join(f.title for f in findings[:2]), tuple(findings))
+    if not by_rank and window["by_ends"]:
+        return Decision(
+            "clear",
+            "no transfer took longer than others of its size; which rank leaves late cannot be told, since the ends set the clocks",
+        )
+    return Decision("clear", "no transfer took longer than others of its size, and no rank leaves late")
+
+
+def of_ranks(rows: Sequence[Row], limits: Mapping[str, float]) -> Finding | None:
+    """One rank that leaves the exchanges of a kind at another time than the others, step after step."""
+    odd = max(rows, key=lambda r: abs(r["exit_ns"]))
+    late = odd["exit_ns"] > 0 or len(rows) < MANY_RANKS
+    if len(rows) < MANY_RANKS:
+        odd = max(rows, key=lambda r: r["exit_ns"])
+    same_way = odd["steps_late"] if late else odd["steps_told"] - odd["steps_late"]
+    # It is the oddest of so many.
+    chance = min(1.0, len(rows) * float(stats.binom.sf(same_way - 1, odd["steps_told"], 0.5)))
+    cost = (odd["left_late_ns"] or 0) if late else odd["others_late_ns"]
+    share = cost / odd["replayed_ns"] if odd["replayed_ns"] else 0.0
+    if (
+        abs(odd["exit_ns"]) <= limits["errors"] * odd["error_ns"]
+        or chance >= limits["chance"]
+        or share < limits["share"]
+        or same_way < limits["always"] * odd["steps_told"]
+    ):
+        return None
+    rank, others = odd["rank"], [r["rank"] for r in rows if r["rank"] != odd["rank"]]
+    if len(rows) < MANY_RANKS:
+        link, what = f"{others[0]}→{rank}", f"what rank {others[0]} sends to rank {rank}"
+    elif late:
+        link, what = f"→{rank}", f"what rank {rank} receives"
+    else:
+        link, what = f"{rank}→", f"what rank {rank} sends"
+    evidence = [
+        Evidence(
+            f"in {same_way} of {odd['steps_told']} steps rank {rank} leaves the {odd['rank_kind']}s "
+            f"{'after' if late else 'before'} the others, by {abs(odd['exit_ns']) / 1e6:.3g} ms each "
+            f"(by chance in half of them; p = {chance:.2g}); two clocks together are known to {odd['error_ns'] / 1e6:.3g} ms",
+            {"exit_ns": odd["exit_ns"], "steps": same_way, "steps_told": odd["steps_told"], "p": chance},
+        ),
+        Evidence(
+            f"that costs {cost / 1e6:.3g} ms of {odd['replayed_ns'] / 1e6:.4g} ms of steps ({share:.0%})",
+            {"cost_ns": cost, "replayed_ns": odd["replayed_ns"]},
+        ),
+    ]
+    counter = []
+    if late and len(rows) >= MANY_RANKS:
+        counter.append(
+            Evidence(
+                "ends do not tell a slow receiver from one slow pair: which sender it waits for is not in the profile"
+            )
+        )
+    return finding(
+        odd,
+        link,
+        f"Rank {rank} comes late because {what} is slow" if late else f"All wait for {what}",
+        others,
+        share,
+        evidence,
+        counter,
+    )
+
+
+def of_group(row: Row, limits: Mapping[str, float]) -> Finding | None:
+    """A group whose transfers take longer than they do at other times, or than those of groups beside it."""
+    ranks = ", ".join(str(r) for r in row["members"][:8])
+    if row["slow_ns"] and row["slow_steps"] >= limits["steps"]:
+        cost, often = row["slow_ns"], "at times"
+        text = (
+            f"{row['slow_rounds']} of {row['rounds']} transfers, in {row['slow_steps']} of {row['steps']} steps, took longer than "
+            f"others of their kind and size: a {row['kind']} {row['slow_transfer_ns'] / 1e6:.3g} ms instead of {row['usual_ns'] / 1e6:.3g} ms"
+        )
+    elif row["over_siblings_ns"] and row["own_ns"] >= limits["slower"] * row["sibling_ns"]:
+        cost, often = row["over_siblings_ns"], "always"
+        text = (
+            f"the {row['siblings']} groups beside it take {row['sibling_ns'] / 1e6:.3g} ms for collectives of the same kind and size, "
+            f"this one {row['own_ns'] / 1e6:.3g} ms"
+        )
+    else:
+        return None
+    share = cost / row["replayed_ns"]
+    if share < limits["share"]:
+        return None
+    evidence = [
+        Evidence(text, {"cost_ns": cost}),
+        Evidence(
+            f"that is {cost / 1e6:.3g} ms of {row['replayed_ns'] / 1e6:.4g} ms of steps ({share:.0%})",
+            {"cost_ns": cost, "replayed_ns": row["replayed_ns"]},
+        ),
+        Evidence("a transfer is the shortest stay of all ranks: no wait for a late rank is in it"),
+    ]
+    title = f"Transfers among ranks {ranks} are slow {often}"
+    return finding(row, ranks, title, list(row["members"]), share, evidence, [])
+
+
+def finding(
+    row: Row,
+    link: str,
+    title: str,
+    waiting: Sequence[int],
+    share: float,
+    evidence: list[Evidence],
+    counter: list[Evidence],
+) -> Finding:
+    tail = min(1.0, row["slow_s"] / row["excess_s"]) if row["excess_s"] and row["slow_s"] else None
+    victims = [Party("rank", str(rank)) for rank in waiting[:8]]
+    if tail:
+        victims.append(Party("class", row["tail_class"], {"metric": row["tail_metric"]}))
+        text = f"{row['tail_class']} {row['tail_metric']}: {row['slow_s']:.3g} s of {row['excess_s']:.3g} s excess ({row['tail_rule']}) is slow transfer"
+        evidence.append(Evidence(text, {"slow_s": row["slow_s"], "excess_s": row["excess_s"]}))
+    if row["missing"]:
+        counter.append(
+            Evidence(f"{row['missing']} of {row['world_size']} ranks have no profile in this window")
+        )
+    return Finding(
+        rule=RULE.name,
+        status="found",
+        severity=severity_of(max(share, tail or 0.0), bool(tail and row["slo_broken"])),
+        basis="measured",
+        title=title,
+        culprit=Party("link", link, {"world": row["world"]}),
+        victims=tuple(victims),
+        share_of_tail=tail,
+        window_ns=(row["first_ns"], row["last_ns"]),
+        evidence=tuple(evidence),
+        counter_evidence=tuple(counter),
+        remedies=RULE.remedies,
+        confirm_by=RULE.confirm_by,
+        explains={f"{row['tail_class']}\t{row['tail_metric']}": tail * row["excess_s"]} if tail else {},
+    )
+
+
+RULE = Rule(
+    name="slow-link",
+    summary="Transfers take longer than others of their size, or one rank's link holds up every exchange.",
+    why=(
+        "A rank that comes late and a link that is slow look alike in a profile: both are long collectives. The first is mended at "
+        "the rank, the second at a cable, a switch or a NIC; the shortest stay of all ranks tells them apart."
+    ),
+    needs=("profiles",),
+    missing="needs torch profiler traces of at least two ranks of one world at one time",
+    thresholds=(
+        Threshold(
+            "errors", 3, "x", "Below three times the clocks' error nothing is known of who left first."
+        ),
+        Threshold(
+            "chance", 0.01, "p", "A rank leaves last in so many steps by chance once in a hundred windows."
+        ),
+        Threshold(
+            "always", 0.8, "0-1", "A link that is slow is so in nearly all steps; noise changes sides."
+        ),
+        Threshold("steps", 8, "", "Fewer steps show no usual transfer."),
+        Threshold("share", 0.05, "0-1", "Less than a twentieth of the steps' time is not worth acting on."),
+        Threshold("slower", 1.5, "x", "Groups on other links of one machine were seen to differ by a fifth."),
+    ),
+    remedies=(
+        Remedy(
+            "Look at the link: NVLink and NIC error counters, retransmissions, PCIe width, congestion from other jobs",
+            "nvidia-smi nvlink -e; ethtool -S; perfquery; nvidia-smi -q -d PCIE",
+            "any",
+            "none",
+        ),
+        Remedy(
+            "See which path NCCL took and whether it fell back from NVLink or RDMA to sockets",
+            "NCCL_DEBUG=INFO, NCCL_TOPO_DUMP_FILE",
+            "NCCL, all versions",
+            "a restart, a larger log",
+        ),
+        Remedy(
+            "Keep what talks most within the fast domain: tensor parallelism in a host, experts' exchange over as few hops as can be",
+            "--tensor-parallel-size, --data-parallel-size, --all2all-backend",
+            "vLLM, all versions",
+            "a restart, other memory use per rank",
+        ),
+        Remedy(
+            "Take the host or NIC out and start the ranks elsewhere",
+            "NCCL_IB_HCA, the scheduler's drain",
+            "any",
+            "a restart, a spare host",
+        ),
+    ),
+    confirm_by=(
+        "nccl-tests between the same ranks while the server is idle: a slow link is slow there too",
+        "Swap the rank to another host: lateness that stays with the port is the link's",
+    ),
+    decide=decide,
+)

@@ -1,0 +1,83 @@
+-- One row per window and what may be slow in it: a rank's link (`rank`), or a group's collectives as a whole (`group`). A rank
+-- that always leaves an exchange after the others receives slowly; one that leaves before all others sends slowly, since
+-- all but itself wait for what it sends.
+WITH windows AS (
+    SELECT "window", any_value(world) AS world, any_value(world_size) AS world_size, any_value(missing) AS missing,
+           count(DISTINCT rank) FILTER (WHERE used) AS present, min(first_ns) AS first_ns, max(last_ns) AS last_ns
+    FROM rank_windows GROUP BY "window"
+),
+lengths AS (
+    SELECT "window", count(*) AS steps, sum(replayed_ns) AS replayed_ns, sum(replayed_ns - usual_transfers_ns) AS beyond_usual_ns
+    FROM step_costs GROUP BY "window"
+),
+rounds AS (FROM rank_rounds WHERE complete AND at_step IS NOT NULL),
+clocks AS (SELECT "window", bool_and(basis = 'ends of collectives') AS by_ends FROM rank_clocks GROUP BY "window"),
+-- Where all kinds of collectives set the clocks, a rank that always leaves late has a clock that is ahead.
+telling AS (
+    SELECT r."window", r.kind FROM rounds r JOIN clocks USING ("window")
+    GROUP BY r."window", r.kind
+    HAVING NOT any_value(by_ends) OR r.kind = 'all_to_all' AND EXISTS (
+        SELECT 1 FROM rounds o WHERE o."window" = r."window" AND o.kind <> 'all_to_all' HAVING count(DISTINCT round) >= $steps)
+),
+exits AS (
+    SELECT r."window", r.rank, r.at_step, r.kind, sum(r.exit_ns) AS exit_ns, count(*) AS rounds, max(r.error_ns) AS error_ns
+    FROM rounds r SEMI JOIN telling t ON t."window" = r."window" AND t.kind = r.kind
+    GROUP BY r."window", r.rank, r.at_step, r.kind
+),
+by_rank AS (
+    SELECT "window", rank, kind, count(*) AS steps_told, count(*) FILTER (WHERE exit_ns > 0) AS steps_late,
+           sum(exit_ns) / sum(rounds) AS mean_exit_ns, median(exit_ns / rounds) AS exit_ns, max(error_ns) AS error_ns,
+           sum(greatest(-exit_ns, 0)) AS others_late_ns
+    FROM exits GROUP BY "window", rank, kind
+),
+-- Late to a collective because it left the one before late, though its work was not longer.
+kept AS (SELECT "window", rank, sum(left_late_ns) AS left_late_ns FROM rounds WHERE is_last GROUP BY "window", rank),
+ranks AS (
+    SELECT b.*, k.left_late_ns, count(*) OVER (PARTITION BY b."window", b.kind) AS ranks
+    FROM by_rank b LEFT JOIN kept k ON k."window" = b."window" AND k.rank = b.rank
+),
+transfers AS (
+    SELECT "window", "group", kind, size, count(*) AS rounds, median(transfer_ns) AS transfer_ns, count(*) FILTER (WHERE slow_ns > 0) AS slow_rounds,
+           count(DISTINCT at_step) FILTER (WHERE slow_ns > 0) AS slow_steps, sum(slow_ns) AS slow_ns, median(usual_transfer_ns) AS usual_ns,
+           median(transfer_ns) FILTER (WHERE slow_ns > 0) AS slow_transfer_ns
+    FROM rounds WHERE is_last GROUP BY "window", "group", kind, size HAVING count(*) >= $steps
+),
+-- Groups beside it whose collectives are of the same kind and size, with as many ranks.
+members AS (SELECT "window", "group", list(DISTINCT rank ORDER BY rank) AS members FROM rounds GROUP BY "window", "group"),
+siblings AS (
+    SELECT t."window", t."group", t.kind, t.size, count(*) AS siblings, median(o.transfer_ns) AS sibling_ns, max(o.transfer_ns) AS slowest_sibling_ns
+    FROM transfers t JOIN transfers o ON o."window" = t."window" AND o.kind = t.kind AND o.size = t.size AND o."group" <> t."group"
+    JOIN members m ON m."window" = t."window" AND m."group" = t."group"
+    JOIN members n ON n."window" = o."window" AND n."group" = o."group" AND len(n.members) = len(m.members)
+    GROUP BY t."window", t."group", t.kind, t.size
+),
+groups AS (
+    SELECT t."window", t."group", any_value(m.members) AS members, sum(t.rounds) AS rounds, sum(t.slow_rounds) AS slow_rounds,
+           max(t.slow_steps) AS slow_steps, sum(t.slow_ns) AS slow_ns, arg_max(t.kind, t.slow_ns) AS kind,
+           arg_max(t.usual_ns, t.slow_ns) AS usual_ns, arg_max(t.slow_transfer_ns, t.slow_ns) AS slow_transfer_ns,
+           sum(greatest(t.transfer_ns - s.sibling_ns, 0) * t.rounds) FILTER (WHERE t.transfer_ns > s.slowest_sibling_ns) AS over_siblings_ns,
+           arg_max(t.transfer_ns, t.transfer_ns / s.sibling_ns) AS own_ns, arg_max(s.sibling_ns, t.transfer_ns / s.sibling_ns) AS sibling_ns, max(s.siblings) AS siblings
+    FROM transfers t JOIN members m ON m."window" = t."window" AND m."group" = t."group"
+    LEFT JOIN siblings s ON s."window" = t."window" AND s."group" = t."group" AND s.kind = t.kind AND s.size = t.size
+    GROUP BY t."window", t."group"
+),
+tail AS (
+    SELECT e.klass, e.metric, sum(e.excess_s) AS slow_s, any_value(k.excess_s) AS excess_s, any_value(k.slo_broken) AS slo_broken,
+           any_value(k.tail_rule) AS tail_rule
+    FROM excess e JOIN class_rows k ON k.klass = e.klass AND k.metric = e.metric
+    WHERE e.component = 'slow_transfer' AND k.excess_s > 0 GROUP BY e.klass, e.metric HAVING slow_s > 0
+    ORDER BY slow_s / any_value(k.excess_s) DESC, e.klass LIMIT 1
+)
+SELECT w.*, n.steps, n.replayed_ns, n.beyond_usual_ns, c.by_ends, f.klass AS tail_class, f.metric AS tail_metric, f.slow_s, f.excess_s,
+       f.slo_broken, f.tail_rule, r.rank, r.kind AS rank_kind, r.ranks, r.steps_told, r.steps_late, r.exit_ns, r.error_ns,
+       r.others_late_ns, r.left_late_ns, NULL AS "group", NULL AS members, NULL AS rounds, NULL AS slow_rounds, NULL AS slow_steps,
+       NULL AS slow_ns, NULL AS kind, NULL AS usual_ns, NULL AS slow_transfer_ns, NULL AS over_siblings_ns, NULL AS own_ns, NULL AS sibling_ns,
+       NULL AS siblings
+FROM windows w LEFT JOIN lengths n USING ("window") LEFT JOIN clocks c USING ("window") LEFT JOIN tail f ON true
+LEFT JOIN ranks r ON r."window" = w."window"
+UNION ALL
+SELECT w.*, n.steps, n.replayed_ns, n.beyond_usual_ns, c.by_ends, f.klass, f.metric, f.slow_s, f.excess_s, f.slo_broken, f.tail_rule,
+       NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, g."group", g.members, g.rounds, g.slow_rounds, g.slow_steps, g.slow_ns, g.kind,
+       g.usual_ns, g.slow_transfer_ns, g.over_siblings_ns, g.own_ns, g.sibling_ns, g.siblings
+FROM windows w JOIN groups g USING ("window") LEFT JOIN lengths n USING ("window") LEFT JOIN clocks c USING ("window") LEFT JOIN tail f ON true
+ORDER BY "window", "group" NULLS FIRST, rank
