@@ -16,6 +16,7 @@ from real import CAPTURES, CORPUS, needs_captures, needs_corpus
 
 from tailscope.align import Scope
 from tailscope.config import Config
+from tailscope.engine import diagnose
 from tailscope.ingest import ingest
 from tailscope.ranks.phases import ON_CPU, ON_GPU, idle_times, phase_times, write_phases
 from tailscope.ranks.windows import find_windows
@@ -298,6 +299,28 @@ def test_worlds_give_back_their_work(tmp_path: Path) -> None:
 
 def test_a_trace_without_profiles_has_empty_tables(tmp_path: Path) -> None:
     assert tables_of(worlds.write(tmp_path, {"requests": BY_NAME["requests"].batch({"instance": ["a"]})})) == ([], [])  # fmt: skip
+
+
+def coverage(path: Path) -> list[tuple[str, str]]:
+    with Trace(path) as trace:
+        found = diagnose(trace, Config())
+    return [(t.status, t.detail) for t in found.trust if t.check == "join-coverage"]
+
+
+def test_the_report_says_what_was_found_again(tmp_path: Path) -> None:
+    """Rank 1 lost two collectives: those of steps 1 and 3, which other ranks show."""
+    lived = rank_worlds.live(rank_worlds.World(ranks=3, steps=5, layers=3, dropped={1: (7, 20)}))
+    [(status, said)] = coverage(rank_worlds.write(tmp_path, lived))
+    assert said == "collective → other ranks: 88 of 88; all collectives of 3 of 5 step(s) on all ranks"
+    assert status == "pass"
+
+
+@pytest.mark.parametrize(("lost", "status"), [(0, "pass"), (1, "warn"), (6, "fail")])
+def test_the_report_says_how_many_kernels_lack_a_launch(tmp_path: Path, lost: int, status: str) -> None:
+    rows = [
+        kernel("expert", 10 * i, 5, **({"launch_ns": 10 * i - 1} if i >= lost else {})) for i in range(10)
+    ]
+    assert coverage(trace_of(tmp_path, rows)) == [(status, f"kernel → launch: {10 - lost} of 10")]
 
 
 # -- real profiles --------------------------------------------------------------------------------

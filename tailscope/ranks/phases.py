@@ -13,6 +13,8 @@ does not tell from waiting. `span_ns` from the first start to the last end of wh
 the cause, `gap_launch_wait_ns` its part in the gap; NULL where no kernel of the step has a launch. `launches`: launches
 that are different; `kernels`, and `unlaunched` of them without a launch; `cpu_step_ns` the length of its annotation.
 
+`rank_kernels`: a row per window and rank of such a profile: `kernels`, copies included, and `unlaunched` of all it holds.
+
 What runs on the GPU speaks where there is any; else the ops of the main thread, with gloo's transfers in its workers.
 Between a dispatch and its combine the experts run, whatever the ops are called: kernels that no phase is known of, and
 on a CPU, where much of the work is in no op, all of the time.
@@ -81,6 +83,10 @@ _IDLE = _schema(
         "cpu_step_ns": pa.int64(),
     }
 )
+_KERNEL_COUNTS = _schema(
+    {"window": pa.int64(), "rank": pa.int64(), "kernels": pa.int64(), "unlaunched": pa.int64()}
+)
+_TABLES = {"rank_phases": _PHASES, "rank_idle": _IDLE, "rank_kernels": _KERNEL_COUNTS}
 
 
 def _phase_sql(phases: Sequence[str]) -> str:
@@ -109,23 +115,23 @@ GROUP BY iteration
 
 
 def write_phases(trace: Trace, windows: Sequence[Window]) -> None:
-    """Fill `rank_phases` and `rank_idle`. Cost is linear in events but for sorting; a few ranks are in memory at a time."""
+    """Fill `rank_phases`, `rank_idle` and `rank_kernels`. Cost is linear in events but for sorting; a few ranks are in memory at a time."""
     con = trace.connection
-    for name, schema in (("rank_phases", _PHASES), ("rank_idle", _IDLE)):
+    for name, schema in _TABLES.items():
         con.register("new_rows", schema.empty_table())
         con.execute(f"CREATE OR REPLACE TEMP TABLE {name} AS SELECT * FROM new_rows")
         con.unregister("new_rows")
     mine = iter([(window, profile) for window in windows for profile in window.profiles])
     with ThreadPoolExecutor(BESIDE) as pool:
         while some := list(islice(mine, BESIDE)):
-            for phases, idle in pool.map(lambda pair: _of_rank(trace, *pair), some):
-                for name, rows in (("rank_phases", phases), ("rank_idle", idle)):
+            for tables in pool.map(lambda pair: _of_rank(trace, *pair), some):
+                for name, rows in zip(_TABLES, tables, strict=True):
                     con.register("new_rows", rows)
                     con.execute(f"INSERT INTO {name} SELECT * FROM new_rows")
                     con.unregister("new_rows")
 
 
-def _of_rank(trace: Trace, window: Window, profile: Profile) -> tuple[pa.Table, pa.Table]:
+def _of_rank(trace: Trace, window: Window, profile: Profile) -> tuple[pa.Table, pa.Table, pa.Table]:
     with trace.connection.cursor() as con:
         events = _loaded(con, _KERNELS, {"source": profile.source})
         on_gpu = len(events["start_ns"]) > 0
@@ -142,7 +148,9 @@ def _of_rank(trace: Trace, window: Window, profile: Profile) -> tuple[pa.Table, 
         index = np.minimum(np.searchsorted(numbers, idle["step"]), len(numbers) - 1)
         found = numbers[index] == idle["step"]
         idle["cpu_step_ns"] = np.where(found, steps["length"][index], UNKNOWN)
-    return phases, _rows(_IDLE, {**place, **idle})
+    counts = {"kernels": len(events["step"]), "unlaunched": int(np.sum(events["launch_ns"] == UNKNOWN))}
+    counted = [{**place, **counts}] if on_gpu else []
+    return phases, _rows(_IDLE, {**place, **idle}), pa.Table.from_pylist(counted, schema=_KERNEL_COUNTS)
 
 
 def _loaded(
