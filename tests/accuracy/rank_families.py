@@ -126,7 +126,7 @@ def world(rng: Rng, offset_ms: float, shape: str = "any", **changes: Any) -> Sce
         exchange="all-to-all" if shape == "exchange" else "all-gather",
         follow=float(rng.uniform(0.0, 1.0)),
         stamp_jitter_s=uniform(rng, 5e-7, 5e-6) if rng.random() < 0.5 else 0.0,
-        emitter="nccl" if rng.random() < 0.5 else "gloo",
+        emitter=emitter(rng, shape),
         **clocks(rng, n, offset_ms),
     )
     of_ranks = {k: changes.pop(k) for k in list(changes) if hasattr(settings, k)}
@@ -140,6 +140,12 @@ def world(rng: Rng, offset_ms: float, shape: str = "any", **changes: Any) -> Sce
         telemetry=Telemetry(profile=((0.0, 60.0),)),
     )
     return replace(made, **changes)
+
+
+def emitter(rng: Rng, shape: str) -> Any:
+    """Whose profiles these are, of those that show such ranks."""
+    others = ("deepep-ll", "deepep-ht") if shape == "exchange" else ("custom", "graph")
+    return ("gloo", "nccl", *others)[int(4 * rng.random())]
 
 
 def bias(rng: Rng, ranks: int, most_s: float) -> tuple[float, ...]:
