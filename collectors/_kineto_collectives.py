@@ -43,8 +43,8 @@ DISPATCH, COMBINE, EXPERT, ATTENTION, COLLECTIVE = (
 )
 
 
-ALL_TO_ALL, ALL_GATHER, REDUCE_SCATTER = (
-    names.KIND_INDEX[kind] for kind in ("all_to_all", "all_gather", "reduce_scatter")
+ALL_TO_ALL, ALL_GATHER, REDUCE_SCATTER, BROADCAST, REDUCE = (
+    names.KIND_INDEX[kind] for kind in ("all_to_all", "all_gather", "reduce_scatter", "broadcast", "reduce")
 )
 
 
@@ -121,7 +121,7 @@ class Collectives:
         gloo = spool.names.where(lambda name: name.startswith("gloo:"))[told["name"].to_numpy()]
         chosen = (told["collective"].to_numpy() >= 0) | (gloo & ~np.asarray(told["on_gpu"]))
         mine = told.filter(pa.array(chosen)).sort_by("number")
-        launch = spool.launch_of(mine).filled(NONE)
+        launch = np.append(spool.launches.start_ns, NONE)[spool.launch_of(mine)]
         self._numbers = _ints(mine["number"])
         self._starts = _ints(mine["start_ns"])
         self._on_gpu = np.asarray(mine["on_gpu"].to_numpy(), bool)
@@ -149,7 +149,12 @@ class Collectives:
             of_kind = of_kind[np.argsort(self._starts[of_kind], kind="stable")]
             call[of_kind] = calls.of_gloo(kind, self._starts[of_kind])
         kinds[_sends(name, self._starts, spool.names.where(names.is_low_latency))] = NONE
-        self._phases = self._told_phases(spool, kinds, _ints(mine["phase"]))
+        # Of unequal parts vLLM gathers and scatters by a broadcast from, or a reduction to, each rank, launched as one.
+        grouped = self._on_gpu & (call < 0)
+        kinds_told = np.where(grouped & (kinds == BROADCAST), ALL_GATHER, kinds)
+        kinds_told = np.where(grouped & (kinds == REDUCE), REDUCE_SCATTER, kinds_told)
+        self._phases = self._told_phases(spool, kinds_told, _ints(mine["phase"]))
+        kinds = np.where(self._phases == COLLECTIVE, kinds, kinds_told)
         records, self._record = _each(
             said_of, name, said, self._on_gpu, kinds, calls.name(call), calls.said(call)
         )

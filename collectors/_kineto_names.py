@@ -76,7 +76,8 @@ _EXECUTED = (
     (
         "dispatch",
         re.compile(
-            r"Ep(?:Low)?\w*Dispatch\w*Kernel|moe_?a2a_?dispatch|moeA2ADispatch|nixl_ep.*dispatch", re.I
+            r"Ep(?:Low)?\w*Dispatch\w*(?:Kernel|Staging)|moe_?a2a_?(?:(?:prepare_?)?dispatch|sanitize)|nixl_ep::.*dispatch",
+            re.I,
         ),
     ),
     (
@@ -87,7 +88,9 @@ _EXECUTED = (
     ),
     (
         "combine",
-        re.compile(r"Ep(?:Low)?\w*Combine\w*Kernel|moe_?a2a_?combine|moeA2ACombine|nixl_ep.*combine", re.I),
+        re.compile(
+            r"Ep(?:Low)?\w*Combine(?:\w*Kernel|Sync)|moe_?a2a_?(?:prepare_?)?combine|nixl_ep::.*combine", re.I
+        ),
     ),
     (
         "router",
@@ -111,13 +114,17 @@ _EXECUTED = (
         re.compile(
             r"unified_attention|unified_kv_cache_update|flash_?(?:fwd|attn|attention|infer|mla)|fmha|paged_attention|"
             r"attention_(?:2d|3d|kernel)|(?:Decode|Prefill)With(?:Paged|Ragged)|reshape_and_cache|"
-            r"scaled_dot_product|mla_(?:decode|prefill)|attn_fwd|concat_and_cache",
+            r"scaled_dot_product|mla_(?:decode|prefill)|attn_fwd|concat_and_cache|store_kv_?cache",
             re.I,
         ),
     ),
 )
 #: One of these runs once per layer; where nothing names the layers they are counted by it.
 LAYER_MARK = re.compile(r"vllm::unified_(?:mla_)?attention(?:_with_output)?$")
+#: Kernels that put a layer's keys and values into the cache, once per layer, however many kernels attend to them.
+CACHE_WRITER = re.compile(r"reshape_and_cache|concat_and_cache|store_kv_?cache")
+#: Calls that make something run on a GPU; copies and waits for events have others.
+LAUNCH = re.compile(r"(?:cuda|hip|cu).*(?:Launch|launch)")
 _LAYER = re.compile(r"(?:^|[^a-z])layers?[._\[ ]?(\d{1,4})(?!\d)", re.I)
 
 
@@ -160,12 +167,13 @@ _KINDS = (
     ("reduce", re.compile(r"reduce", re.I)),
 )
 _COMMUNICATION = re.compile(
-    r"(?:nccl|rccl)(?:Dev)?Kernel|cross_device_reduce|one_?shot_all_?reduce|two_?shot_all_?reduce|multimem_all_?reduce|"
-    r"quick_?(?:all_?)?reduce|allreduce_fusion|deep_ep::|(?:internode|intranode|internode_ll)::"
+    r"(?:nccl|rccl)(?:Dev)?Kernel|cross_device_reduce|(?i:(?:one|two)_?shot_?all_?reduce|multimem_(?:one_shot_)?all_?reduce|"
+    r"quick_?(?:all_?)?reduce|all_?reduce_?fusion)|deep_ep::|(?:internode|intranode|internode_ll)::|nixl_ep::|"
+    r"moeA2A(?:Dispatch|Combine)Kernel|Ep(?:Dispatch|Combine)\w*Kernel|EpCombineSyncBarrier"
 )
-#: Helpers of DeepEP that move nothing between ranks.
+#: Helpers of DeepEP and its like that move nothing between ranks.
 _LOCAL = re.compile(
-    r"get_dispatch_layout|clean_low_latency_buffer|cached_notify|copy_epilogue|reduce_epilogue"
+    r"get_dispatch_layout|clean_low_latency_buffer|cached_notify|copy_epilogue|reduce_epilogue|Ep\w*CopyToStaging"
 )
 KINDS = (*(kind for kind, _ in _KINDS), "unknown")
 KIND_INDEX = {kind: index for index, kind in enumerate(KINDS)}
@@ -184,12 +192,13 @@ def collective_kind(name: str) -> str | None:
 def kernel_collective(name: str) -> str | None:
     """Kind of collective a GPU kernel carries out, `unknown` where the name is generic (RCCL), None for others.
 
-    DeepEP's exchanges are `all_to_all`, its `notify_dispatch`, in which a rank spins until all have come, a `barrier`.
+    Exchanges of experts' tokens are `all_to_all` (DeepEP, MoRI, NIXL's, FlashInfer's one-sided); what only spins until all
+    have come, as DeepEP's `notify_dispatch` does, is a `barrier`.
     """
     if not _COMMUNICATION.search(name) or _LOCAL.search(name):
         return None
     if executed_phase(name) in ("dispatch", "combine"):
-        return "barrier" if "notify" in name else "all_to_all"
+        return "barrier" if "notify" in name or "SyncBarrier" in name else "all_to_all"
     # An argument type may name another operation; the symbol comes first.
     return (
         collective_kind(name.replace("(anonymous namespace)::", "").split("(")[0].split("<")[0]) or "unknown"
@@ -197,8 +206,8 @@ def kernel_collective(name: str) -> str | None:
 
 
 def is_low_latency(name: str) -> bool:
-    """DeepEP kernels that are launched twice for one exchange: to send, then to receive."""
-    return "internode_ll::" in name
+    """Kernels of DeepEP, and of NIXL's form of it, that are launched twice for one exchange: to send, then to receive."""
+    return "internode_ll::" in name or "nixl_ep::" in name
 
 
 #: Bytes of an element by c10d's and the profiler's names of types.
@@ -215,7 +224,7 @@ ELEMENT_BYTES = {
 TELLING = (
     "dispatch|combine|moe|expert|attn|attention|WithPaged|WithRagged|fmha|flash|routi|router|top_?k|gat[ei]|layer|"
     "nccl|rccl|cross_device|all_?reduce|deep_ep|internode|intranode|bitmatrix|group_?(?:ed_?)?gemm|GroupProblem|"
-    "matmul_ogs|finalize_matmul|eplb|capture|_cache|scaled_dot|mla_|all_?to_?all|gloo:|c10d::|record_param_comms|"
+    "matmul_ogs|finalize_matmul|eplb|capture|_cache|kvcache|scaled_dot|mla_|all_?to_?all|gloo:|c10d::|record_param_comms|"
     "quick_?reduce|multimem|one_?shot|two_?shot"
 )
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import duckdb
 import numpy as np
@@ -118,7 +118,17 @@ OTHER_EVENTS = {
     "f": "flow arrows",
 }
 PHASE_INDEX = {phase: index for index, phase in enumerate(PHASES)}
+ATTENTION = PHASE_INDEX["attention"]
 NONE = -1
+
+
+class Launches(NamedTuple):
+    """Calls with a correlation, by it: when, in which thread, and whether the call launches something."""
+
+    correlation: NDArray[np.int64]
+    start_ns: NDArray[np.int64]
+    thread: NDArray[np.int64]
+    is_launch: NDArray[np.bool_]
 
 
 class Texts:
@@ -147,8 +157,9 @@ class Texts:
 class Spool:
     """Typed rows of the events that last. Use as a context manager; `folder` gets the temporary file.
 
-    `told` has the rows of annotations, calls and collectives, their texts as codes, `launches` (correlation, time) of all launches, and
-    `marks` (time, index of phase, on_gpu) of all ops whose name tells a phase; times are ns since the file's origin.
+    `told` has the rows of annotations, calls and collectives, their texts as codes, `launches` (correlation, time, thread, whether
+    it is one) of all calls of the runtime that may be launches, `marks` (time, index of phase, on_gpu, thread) of all ops whose name tells
+    a phase, and `attention` (time, correlation, name as a code) of attention's kernels; times are ns since the file's origin.
     """
 
     def __init__(self, folder: Path, tally: Tally, *, python_stacks: bool) -> None:
@@ -173,6 +184,7 @@ class Spool:
         self._told: list[pa.Table] = []
         self._launches: list[pa.Table] = []
         self._marks: list[pa.Table] = []
+        self._attention: list[pa.Table] = []
         self._starts: list[NDArray[np.int64]] = []
 
     def __enter__(self) -> Spool:
@@ -332,11 +344,17 @@ class Spool:
         rows = _with_meaning(rows)
         self._starts.append(rows["start_ns"].to_numpy()[:: max(1, rows.num_rows // SAMPLED)].copy())
         launches = pc.and_(pc.is_valid(rows["correlation"]), pc.invert(rows["on_gpu"]))
-        self._launches.append(rows.select(["correlation", "start_ns"]).filter(launches))
+        self._launches.append(rows.select(["correlation", "start_ns", "thread", "launch"]).filter(launches))
         telling = pc.and_(pc.greater_equal(rows["phase"], 0), pc.invert(rows["annotation"]))
-        self._marks.append(rows.select(["start_ns", "phase", "on_gpu", "layer_mark"]).filter(telling))
+        self._marks.append(
+            rows.select(["start_ns", "phase", "on_gpu", "layer_mark", "thread"]).filter(telling)
+        )
+        attention = pc.and_(pc.equal(rows["phase"], ATTENTION), pc.equal(rows["category"], "kernel"))
+        kernels = rows.select(["start_ns", "correlation", "name"]).filter(attention)
+        codes = self.names.codes(kernels["name"])
+        self._attention.append(kernels.drop_columns(["name"]).append_column("name", codes))
         self._told.append(self._coded(rows.filter(rows["at_hand"])))
-        rows = rows.drop_columns(["args", "at_hand", "layer_mark"])
+        rows = rows.drop_columns(["args", "at_hand", "layer_mark", "launch"])
         if self._writer is None:
             self._writer = pa.ipc.new_stream(str(self._path), rows.schema)
         self._writer.write_table(rows.combine_chunks())
@@ -359,13 +377,18 @@ class Spool:
         self._writer.close()
         self.told = pa.concat_tables(self._told).combine_chunks()
         self.marks = pa.concat_tables(self._marks).sort_by("start_ns")
+        self.attention = pa.concat_tables(self._attention)
         launches = pa.concat_tables(self._launches)
         # The pieces would take as much again.
-        self._told, self._marks, self._launches = [], [], []
-        correlation, launched = (launches[c].to_numpy() for c in ("correlation", "start_ns"))
-        del launches
-        order = np.lexsort((launched, correlation))
-        self.launches = correlation[order], launched[order]
+        self._told, self._marks, self._attention, self._launches = [], [], [], []
+        order = np.lexsort((launches["start_ns"].to_numpy(), launches["correlation"].to_numpy()))
+        threads = pc.fill_null(launches["thread"], NONE).to_numpy()
+        self.launches = Launches(
+            launches["correlation"].to_numpy()[order],
+            launches["start_ns"].to_numpy()[order],
+            threads[order],
+            np.asarray(launches["launch"])[order],
+        )
         self.starts = np.concatenate(self._starts)
         return True
 
@@ -378,22 +401,23 @@ class Spool:
         short = pc.less_equal(pc.fill_null(self.told["duration_ns"], 0), longest_ns)
         self.told = self.told.filter(pc.and_(near(self.told["start_ns"]), short))
         self.marks = self.marks.filter(near(self.marks["start_ns"]))
-        correlation, launched = self.launches
-        kept = (launched >= low_ns) & (launched <= high_ns)
+        self.attention = self.attention.filter(near(self.attention["start_ns"]))
+        one = self.launches
+        kept = (one.start_ns >= low_ns) & (one.start_ns <= high_ns)
         if not kept.all():
-            self.launches = correlation[kept], launched[kept]
+            self.launches = Launches(
+                one.correlation[kept], one.start_ns[kept], one.thread[kept], one.is_launch[kept]
+            )
 
-    def launch_of(self, rows: pa.Table) -> Any:
-        """When each row was launched, ns; masked where it was not, or nothing says."""
+    def launch_of(self, rows: pa.Table) -> NDArray[np.int64]:
+        """Index in `launches` of what launched each row; NONE where nothing did, or nothing says."""
         correlation = np.asarray(pc.fill_null(rows["correlation"], NONE))
-        known, launched = self.launches
-        place = np.searchsorted(known, correlation)
-        inside = np.minimum(place, max(len(known) - 1, 0))
-        found = np.asarray(rows["on_gpu"]) & (correlation >= 0) & (place < len(known))
-        if len(known):
-            found &= known[inside] == correlation
-            return np.ma.masked_array(launched[inside], ~found)
-        return np.ma.masked_array(np.zeros(len(correlation), np.int64), True)
+        on_gpu = np.asarray(rows["on_gpu"]) if "on_gpu" in rows.column_names else True
+        known = self.launches.correlation
+        if not len(known):
+            return np.full(len(correlation), NONE)
+        place = np.minimum(np.searchsorted(known, correlation), len(known) - 1)
+        return np.where(on_gpu & (correlation >= 0) & (known[place] == correlation), place, NONE)
 
     def rows(self) -> Iterator[pa.Table]:
         """All rows that were kept, in the file's order."""
@@ -410,6 +434,7 @@ def _with_meaning(rows: pa.Table) -> pa.Table:
     telling = pc.match_substring_regex(texts, names.TELLING, ignore_case=True).to_numpy(zero_copy_only=False)
     executed, annotated, layers, kinds = (np.full(len(texts), NONE, np.int16) for _ in range(4))
     marks, calls = np.zeros(len(texts), bool), np.zeros(len(texts), bool)
+    launch = pc.match_substring_regex(texts, names.LAUNCH.pattern).to_numpy(zero_copy_only=False)
     for index in np.flatnonzero(telling).tolist():
         name = texts[index].as_py()
         executed[index] = PHASE_INDEX.get(names.executed_phase(name) or "", NONE)
@@ -427,5 +452,6 @@ def _with_meaning(rows: pa.Table) -> pa.Table:
         .append_column("layer", pa.array(layers[which]))
         .append_column("collective", pa.array(kind))
         .append_column("layer_mark", pa.array(marks[which] & ~on_gpu))
+        .append_column("launch", pa.array(launch[which]))
         .append_column("at_hand", pa.array(annotation | calls[which] | (kind >= 0)))
     )

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from pyarrow import compute
 
 from . import _kineto_names as names
+from ._kineto_layers import Layers
 from ._kineto_spool import NONE, PHASE_INDEX, Spool
 
 #: Untyped: the stubs of pyarrow know only some of what these functions take.
@@ -135,7 +136,7 @@ class Timeline:
             [(name, start, end) for name, thread, start, end in annotations if thread == self.main_thread]
         )
         self.gpu_steps = self._gpu_steps([(name, start, end) for name, _, start, end, gpu in notes if gpu])
-        self.marks = spool.marks.filter(spool.marks["layer_mark"])["start_ns"].to_numpy()
+        self.layers = Layers(spool, self)
 
     def _steps(self, found: list[tuple[names.StepName, int, int]]) -> list[Step]:
         captured = np.array([start for start, _ in self.captures], np.int64)
@@ -155,27 +156,34 @@ class Timeline:
         return outermost
 
     def _gpu_steps(self, annotations: list[tuple[str, int, int]]) -> Intervals:
-        """What ran on the GPU for each step, where the annotations have a twin there: index = step."""
+        """What ran on the GPU for each step, where the annotations have twins there: index = step.
+
+        At an end of the profile some may lack a twin: the names say at which.
+        """
         grammar = self.steps[0].name.grammar if self.steps else None
         twins = [
-            (start, end)
+            (step, start, end)
             for name, start, end in annotations
             if (step := names.step_of(name)) and step.grammar == grammar
         ]
-        return Intervals(*_columns(twins if len(twins) == len(self.steps) else [], 2))
+        own = [step.name for step in self.steps]
+        found, count = [step for step, _, _ in twins], len(twins)
+        lacking = len(own) - count
+        at_first, at_last = found == own[:count], found == own[lacking:]
+        if not count or lacking < 0 or (lacking and at_first == at_last):
+            return Intervals(*_columns([], 2))
+        before = 0 if at_first or not lacking else lacking
+        return Intervals(*_columns([(twins[0][1],) * 2] * before + [t[1:] for t in twins], 2))
 
     def step_at(self, times_ns: Ints) -> Ints:
         return self.step_times.of(times_ns)
 
-    def counted_layer(self, times_ns: Ints, step: Ints) -> Ints:
-        """The layer by counting attention ops since the step began; NONE outside of steps and before the first."""
-        if self.surroundings.layers_named or not len(self.marks) or not self.steps:
-            return np.full(len(times_ns), NONE)
-        before = np.searchsorted(self.marks, times_ns, side="right")
-        since = before - np.searchsorted(
-            self.marks, self.step_times.start_ns[np.maximum(step, 0)], side="left"
-        )
-        return np.where(step >= 0, since - 1, NONE)
+    def step_of(self, starts_ns: Ints, launches_ns: Ints, on_gpu: NDArray[np.bool_]) -> Ints:
+        """The step of each event. What runs on a GPU is of the step that launched it (NONE where nothing says); it may run
+        when the next has begun."""
+        launched = launches_ns != NONE
+        on_cpu = self.step_at(np.where(launched, launches_ns, starts_ns))
+        return np.where(on_gpu & ~launched, self.gpu_steps.of(starts_ns), on_cpu)
 
 
 def _named(spool: Spool, told: pa.Table, which: Any) -> list[tuple[str, int, int, int, bool]]:

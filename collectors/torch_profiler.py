@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 from pyarrow import compute
 
 from tailscope.schema import EVENTS, ITERATIONS, PHASES, PROFILES, RANK_EVENTS, Table
@@ -52,6 +53,31 @@ class Rank:
         """Columns that all rows of the profile share."""
         known = {key: self.coordinates.get(key) for key in ("dp", "pp", "tp", "ep")}
         return {"engine": known["dp"], "rank": self.rank, "host": self.host, **known}
+
+
+class Lost:
+    """Counts kernels whose launch the profile lacks, and launches whose kernels it lacks: before it began, after its end, or
+    dropped by the profiler."""
+
+    def __init__(self, spool: Spool) -> None:
+        self._launches = spool.launches
+        self._seen = np.zeros(len(spool.launches.is_launch), bool)
+        self._unlaunched = self._ran = 0
+
+    def see(self, launch: Ints, ran: NDArray[np.bool_]) -> None:
+        """`launch`: index of the launch of each event, `ran`: whether the event is work on a GPU."""
+        self._seen[launch[launch >= 0]] = True
+        self._unlaunched += int(np.sum(ran & (launch < 0)))
+        self._ran += int(np.sum(ran))
+
+    def notes(self) -> Iterator[str]:
+        if self._unlaunched:
+            yield f"{self._unlaunched:,} of {self._ran:,} kernels and copies have no launch in the profile"
+        launched = np.unique(self._launches.correlation[self._launches.is_launch])
+        ran = np.unique(self._launches.correlation[self._seen])
+        unrun = len(np.setdiff1d(launched, ran, assume_unique=True))
+        if unrun and self._ran:
+            yield f"{unrun:,} of {len(launched):,} launches have no kernel in the profile"
 
 
 class TorchProfiler:
@@ -107,17 +133,21 @@ def _rows(source: Source, spool: Spool, metadata: dict[str, Any]) -> Iterator[tu
         yield ITERATIONS, _iterations(rank, timeline, base)
     if timeline.captures:
         yield EVENTS, _captures(rank, timeline, base)
+    lost = Lost(spool)
     first, last, count = INT64_MAX, 0, 0
     for batch in spool.rows():
         near = _near(source, batch, *believable)
         if near.num_rows:
-            rows = _rank_events(rank, timeline, spool, collectives, base, near)
+            rows = _rank_events(rank, timeline, spool, collectives, lost, base, near)
             first = min(first, pc.min(rows["start_ns"]).as_py())
             last = max(last, pc.max(pc.add(rows["start_ns"], pc.fill_null(rows["duration_ns"], 0))).as_py())
             count += rows.num_rows
             yield RANK_EVENTS, rows
     if not count:
         return
+    # Of a graph's capture nothing runs.
+    for note in lost.notes() if timeline.steps or not timeline.captures else ():
+        source.tally.note(note)
     yield (
         PROFILES,
         PROFILES.batch(
@@ -244,21 +274,35 @@ def _captures(rank: Rank, timeline: Timeline, base: int) -> pa.Table:
 
 
 def _rank_events(
-    rank: Rank, timeline: Timeline, spool: Spool, collectives: Collectives, base: int, batch: pa.Table
+    rank: Rank,
+    timeline: Timeline,
+    spool: Spool,
+    collectives: Collectives,
+    lost: Lost,
+    base: int,
+    batch: pa.Table,
 ) -> pa.Table:
     start, on_gpu = _ints(batch["start_ns"]), np.asarray(batch["on_gpu"])
     launch = spool.launch_of(batch)
-    launched = ~np.ma.getmaskarray(launch)
-    # What runs on a GPU belongs to the step that launched it; it may run when the next has begun.
-    origin = np.where(launched, launch.data, start)
-    step = np.where(on_gpu & ~launched, timeline.gpu_steps.of(start), timeline.step_at(origin))
-    on_main = np.asarray(pc.fill_null(pc.equal(batch["thread"], timeline.main_thread), False))
+    launched = launch >= 0
+    annotation = np.asarray(pc.fill_null(pc.equal(batch["category"], "gpu_user_annotation"), False))
+    lost.see(launch, on_gpu & ~annotation)
+    launch_ns = np.append(spool.launches.start_ns, NONE)[launch]
+    step = timeline.step_of(start, launch_ns, on_gpu)
+    origin = np.where(launched, launch_ns, start)
+    threads = _ints(batch["thread"])
+    on_main = threads == (NONE if timeline.main_thread is None else timeline.main_thread)
     part = collectives.of(_ints(batch["number"]))
     enclosed = np.where(on_gpu, launched, on_main) | (part >= 0)
     around_layer, around = timeline.surroundings.of(origin)
     around = np.where(enclosed, around, NONE)
     layer = np.where(enclosed, around_layer, NONE)
-    layer = np.where(enclosed & (layer < 0), timeline.counted_layer(origin, step), layer)
+    # Micro-batches run in threads of their own. An annotation's twin on the GPU is over what it holds.
+    counting = enclosed | (~on_gpu & np.isin(threads, timeline.layers.threads)) | (on_gpu & ~annotation)
+    origin_thread = np.append(spool.launches.thread, NONE)[launch]
+    origin_thread = np.where(on_gpu, origin_thread, threads)
+    counted = timeline.layers.of(start, origin, origin_thread, step, on_gpu, launched)
+    layer = np.where(counting & (layer < 0), counted, layer)
     own_layer, own_phase = _ints(batch["layer"]), _ints(batch["phase"])
     layer = np.where(own_layer >= 0, own_layer, layer)
     phase = np.where(own_phase >= 0, own_phase, around)
@@ -274,7 +318,7 @@ def _rank_events(
         "stream": pc.coalesce(batch["stream"], batch["thread"]),
         "start_ns": pa.array(start + base),
         "duration_ns": batch["duration_ns"],
-        "launch_ns": pa.array(np.ma.getdata(launch) + base, mask=~launched),
+        "launch_ns": pa.array(launch_ns + base, mask=~launched),
         "input_dims": batch["input_dims"],
     }
     return RANK_EVENTS.batch({**columns, **collectives.columns(part, batch)})

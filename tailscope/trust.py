@@ -156,6 +156,23 @@ def _clocks(trace: Trace) -> Trust | None:
     )
 
 
+#: Steps of windows with several ranks, and those of which no collective lacks a rank that its group has elsewhere.
+_STEPS_EVERYWHERE = """
+WITH groups AS (SELECT "window", "group", max(ranks) AS ranks FROM rank_rounds GROUP BY ALL),
+steps AS (
+    SELECT r."window", r.at_step, bool_and(r.ranks = g.ranks) AS everywhere
+    FROM rank_rounds r JOIN groups g USING ("window", "group")
+    WHERE r.at_step IS NOT NULL
+    GROUP BY ALL
+)
+SELECT count(*), count(*) FILTER (WHERE everywhere) FROM steps
+"""
+
+
+def _join(text: str, missed: float) -> Trust:
+    return Trust("join-coverage", _graded(missed, 1 - COVERAGE_WARN, 1 - COVERAGE_FAIL), text)
+
+
 def _ranks(trace: Trace) -> list[Trust]:
     """Whether the profiles of a world are all there, their collectives and steps found again, their clocks known."""
     if not trace.has("profiles"):
@@ -189,11 +206,16 @@ def _ranks(trace: Trace) -> list[Trust]:
     collectives, unmatched = (sum(w[c] for w in shared) for c in ("collectives", "unmatched"))
     if collectives:
         text = f"collective → other ranks: {collectives - unmatched:,} of {collectives:,}"
-        found.append(
-            Trust(
-                "join-coverage", _graded(unmatched / collectives, 1 - COVERAGE_WARN, 1 - COVERAGE_FAIL), text
-            )
-        )
+        [(steps, everywhere)] = trace.connection.execute(_STEPS_EVERYWHERE).fetchall()
+        if steps:
+            text += f"; all collectives of {everywhere:,} of {steps:,} step(s) on all ranks"
+        found.append(_join(text, unmatched / collectives))
+    [(kernels, unlaunched)] = trace.connection.execute(
+        "SELECT coalesce(sum(kernels), 0), coalesce(sum(unlaunched), 0) FROM rank_kernels"
+    ).fetchall()
+    if kernels:
+        text = f"kernel → launch: {kernels - unlaunched:,} of {kernels:,}"
+        found.append(_join(text, unlaunched / kernels))
     [(steps, placed, unlike)] = trace.connection.execute(
         "SELECT (SELECT count(*) FROM iterations i JOIN rank_windows w ON w.source = i.source AND w.used AND i.rank IS NOT NULL), "
         "count(*), count(*) FILTER (WHERE NOT alike) FROM rank_steps"
@@ -202,13 +224,7 @@ def _ranks(trace: Trace) -> list[Trust]:
         text = f"step of a profile → engine step: {placed:,} of {steps:,}" + (
             f", {unlike:,} with another batch" if unlike else ""
         )
-        found.append(
-            Trust(
-                "join-coverage",
-                _graded(1 - (placed - unlike) / steps, 1 - COVERAGE_WARN, 1 - COVERAGE_FAIL),
-                text,
-            )
-        )
+        found.append(_join(text, 1 - (placed - unlike) / steps))
     clocks = trace.rows(
         "SELECT basis, max(error_ns) AS error_ns, max(abs(offset_ns)) AS offset_ns FROM rank_clocks "
         "WHERE basis <> 'none' GROUP BY basis ORDER BY error_ns DESC LIMIT 1"

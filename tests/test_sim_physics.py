@@ -252,17 +252,21 @@ SHOWN = {
 }
 
 
-def profiled(name: str, metadata: bool, **telemetry: Any) -> Outcome:
+def profiled(name: str, emitter: str, **telemetry: Any) -> Outcome:
     window = Telemetry(profile=((0.1, 0.09),), **telemetry)
     return outcome(
-        scenario(
-            **SHOWN[name], name=f"{name}{' nccl' * metadata}", metadata=metadata, layers=2, telemetry=window
-        )
+        scenario(**SHOWN[name], name=f"{name} {emitter}", emitter=emitter, layers=2, telemetry=window)
     )
 
 
+def emitters_of(name: str) -> list[str]:
+    if "exchange" in SHOWN[name]:
+        return ["gloo", "nccl", "deepep-ll", "deepep-ht"]
+    return ["gloo", "nccl", "custom", "graph"]
+
+
 def test_files_hold_what_the_tables_say(tmp_path: Path) -> None:
-    made = [profiled(name, metadata) for name in SHOWN for metadata in (False, True)]
+    made = [profiled(name, emitter) for name in SHOWN for emitter in emitters_of(name)]
     for one in made:
         write_profiles(one, tmp_path / "run")
     done = ingest([tmp_path / "run"], tmp_path / "t", config=Config(), options=Options())
@@ -277,9 +281,9 @@ def test_files_hold_what_the_tables_say(tmp_path: Path) -> None:
                 assert rows_of(read) == rows_of(table), (one.scenario.name, name)
 
 
-@pytest.mark.parametrize("metadata", [False, True])
-def test_what_coordinates_steps_ends_at_one_time_between_them(metadata: bool) -> None:
-    made = profiled("coordinated", metadata)
+@pytest.mark.parametrize("emitter", ["gloo", "nccl", "custom", "graph"])
+def test_what_coordinates_steps_ends_at_one_time_between_them(emitter: str) -> None:
+    made = profiled("coordinated", emitter)
     events = profile_tables(made)["rank_events"]
     mine = events.filter((pc.field("collective") == "all_reduce") & pc.field("step").is_null()).sort_by(
         "start_ns"
@@ -299,7 +303,7 @@ def test_what_coordinates_steps_ends_at_one_time_between_them(metadata: bool) ->
 
 @pytest.mark.parametrize("name", ["exchange", "slow host", "collections", "coordinated"])
 def test_on_a_gpu_a_kernel_is_launched_before_it_starts_and_late_where_its_host_was(name: str) -> None:
-    events = profile_tables(profiled(name, True))["rank_events"]
+    events = profile_tables(profiled(name, "nccl"))["rank_events"]
     kernels = events.filter(pc.field("category") == "kernel")
     lead = pc.subtract(kernels["start_ns"], kernels["launch_ns"]).to_numpy()
     assert lead.min() > 0
@@ -317,7 +321,7 @@ def test_on_a_gpu_a_kernel_is_launched_before_it_starts_and_late_where_its_host_
 
 
 def test_tokens_of_an_exchange_are_those_of_the_experts() -> None:
-    tables = profile_tables(profiled("exchange", True, expert_load=True))
+    tables = profile_tables(profiled("exchange", "nccl", expert_load=True))
     loads = tables["expert_load"].group_by(["rank", "step", "layer"]).aggregate([("tokens", "sum")])
     by_experts = {(r["rank"], r["step"], r["layer"]): r["tokens_sum"] for r in loads.to_pylist()}
     kernels = tables["rank_events"].filter(
@@ -333,7 +337,7 @@ def test_tokens_of_an_exchange_are_those_of_the_experts() -> None:
 
 
 def test_what_a_profile_loses_is_lost_by_buffers() -> None:
-    whole, part = (profile_tables(profiled("sizes", True, profile_dropped=share)) for share in (0.0, 0.3))
+    whole, part = (profile_tables(profiled("sizes", "nccl", profile_dropped=share)) for share in (0.0, 0.3))
     some, all_ = part["rank_events"], whole["rank_events"]
     lost = set(rows_of(all_)) - set(rows_of(some))
     assert set(rows_of(some)) < set(rows_of(all_))
@@ -342,7 +346,7 @@ def test_what_a_profile_loses_is_lost_by_buffers() -> None:
 
 
 def test_a_profile_can_be_missing() -> None:
-    tables = profile_tables(profiled("sizes", False, profile_missing=(2,)))
+    tables = profile_tables(profiled("sizes", "gloo", profile_missing=(2,)))
     assert tables["profiles"]["rank"].to_pylist() == [0, 1, 3]
     assert set(tables["profiles"]["world_size"].to_pylist()) == {4}
 
@@ -354,7 +358,7 @@ def test_clocks_jump_and_stamps_are_late() -> None:
 
     def stays(jitter_s: float) -> pa.Table:
         shown = scenario(
-            tp=2, metadata=True, stamp_jitter_s=jitter_s, telemetry=Telemetry(profile=((0.1, 0.09),))
+            tp=2, emitter="nccl", stamp_jitter_s=jitter_s, telemetry=Telemetry(profile=((0.1, 0.09),))
         )
         return profile_tables(outcome(shown))["rank_events"].sort_by(
             [("rank", "ascending"), ("launch_ns", "ascending")]

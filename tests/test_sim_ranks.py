@@ -224,6 +224,8 @@ def test_steps_come_in_order() -> None:
 
 # -- profiles -------------------------------------------------------------------------------------
 
+#: Emitters that gather experts' tokens from all ranks.
+GATHERING = ("gloo", "nccl", "custom", "graph")
 #: Seven steps or so; and two windows of them.
 PROFILED = Telemetry(profile=((0.1, 0.09),))
 TWICE = Telemetry(profile=((0.1, 0.09), (0.4, 0.09)))
@@ -231,9 +233,9 @@ TWICE = Telemetry(profile=((0.1, 0.09), (0.4, 0.09)))
 
 def test_files_hold_what_the_tables_say(tmp_path: Path) -> None:
     shown = [
-        scenario(**shape, name=f"{name}{' nccl' * metadata}", metadata=metadata, telemetry=PROFILED, layers=2, **CLOCKS)
+        scenario(**shape, name=f"{name} {emitter}", emitter=emitter, telemetry=PROFILED, layers=2, **CLOCKS)
         for name, shape in SHAPES.items()
-        for metadata in (False, True)
+        for emitter in GATHERING
     ]  # fmt: skip
     shown.append(scenario(tp=2, name="replicas", replicas=2, telemetry=TWICE))
     made = [outcome(one) for one in shown]
@@ -264,7 +266,7 @@ def rows_of(table: pa.Table) -> list[str]:
 
 def test_a_profile_is_of_one_rank(tmp_path: Path) -> None:
     clocks = {"hosts": 2, "offset_s": (0.0, 0.001, 0.005)}
-    made = outcome(scenario(2, 2, True, name="vllm", metadata=True, telemetry=PROFILED, **clocks))
+    made = outcome(scenario(2, 2, True, name="vllm", emitter="nccl", telemetry=PROFILED, **clocks))
     path = write_profiles(made, tmp_path)[3]
     assert path.parent.name == "vllm 0"
     assert path.name.startswith("dp1_pp0_tp1_dcp0_ep3_rank1.")
@@ -301,7 +303,7 @@ def test_dummy_batches_compute_without_a_step() -> None:
 
 
 def test_the_same_outcome_gives_the_same_files(tmp_path: Path) -> None:
-    shown = scenario(metadata=True, telemetry=PROFILED)
+    shown = scenario(emitter="nccl", telemetry=PROFILED)
     one, other = (
         [(p.name, p.read_bytes()) for p in write_profiles(outcome(shown), tmp_path / name)] for name in "ab"
     )
@@ -339,13 +341,11 @@ def said(findings: Sequence[Finding]) -> list[tuple[str, str, str]]:
 
 
 def test_the_slow_rank_is_named_and_nobody_else(tmp_path: Path) -> None:
-    """Whatever the clocks, with and without c10d's metadata; a rank slow in attention of dense models, in experts else."""
+    """Whatever the clocks, whoever emits them; a rank slow in attention of dense models, in experts else."""
     healthy = [
-        scenario(
-            **shape, name=f"{name}{' nccl' * metadata}", metadata=metadata, telemetry=SEEN, layers=2, **CLOCKS
-        )
+        scenario(**shape, name=f"{name} {emitter}", emitter=emitter, telemetry=SEEN, layers=2, **CLOCKS)
         for name, shape in SHAPES.items()
-        for metadata in (False, True)
+        for emitter in GATHERING
     ]
     slow = [
         replace(one, name=f"{one.name} slow", faults=(replace(SLOW, phase="expert" if one.engine.moe else "attention"),))

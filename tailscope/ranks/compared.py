@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from tailscope.align import Scope
 from tailscope.ranks.collectives import WORK
+from tailscope.ranks.phases import write_phases
 from tailscope.ranks.replay import AS_IT_WAS, BALANCED, NO_SKEW, SHARED, USUAL_TRANSFERS, Replayed
 from tailscope.ranks.waits import WindowWaits, compare, whole
 from tailscope.ranks.windows import Window, find_windows
@@ -148,6 +149,7 @@ def write_ranks(trace: Trace, scope: Scope) -> None:
         ]
     _create(trace, "rank_windows", pa.Table.from_pylist(about, schema=_WINDOWS))
     _create(trace, "rank_clocks", pa.Table.from_pylist(clocks, schema=_CLOCKS))
+    write_phases(trace, windows)
     for name in ("rank_steps", "step_evidence", "pauses"):
         con.execute(files(__package__).joinpath(f"{name}.sql").read_text(encoding="utf-8"))
 

@@ -131,7 +131,9 @@ class Ranks:
     A step's modelled cost is the work of a rank: `attention_share` of it in attention, the rest in experts (or in the
     dense layer), over `layers`; the collectives between come on top. `spread`: sigma of each piece of work's factor.
     `hot`: share of the tokens beyond an even share that the hottest expert gets. Offsets and drifts count by rank.
-    `metadata`: collectives are NCCL's and say their group and number; else gloo's, which do not.
+    `emitter`: whose profiles the ranks write. gloo: of a CPU, no groups told. nccl: c10d's collectives, with group and number.
+    custom: vLLM's own all-reduce and NCCL without metadata. graph: the same, steps of decodes alone replayed from a CUDA
+    graph. deepep-ll, deepep-ht: DeepEP's low-latency and normal exchange, for exchange = all-to-all.
 
     A transfer takes `transfer_s`, and with `bandwidth_gb_s` (10⁹ bytes a second; 0: sizes do not count) the time of its
     bytes. `straggle_s`: how much later than it could a rank leaves a collective, at most, by chance; `leave_bias_s`: by
@@ -155,7 +157,7 @@ class Ranks:
     hosts: int = 1
     offset_s: tuple[float, ...] = ()
     drift_ppm: tuple[float, ...] = ()
-    metadata: bool = False
+    emitter: Literal["gloo", "nccl", "custom", "graph", "deepep-ll", "deepep-ht"] = "gloo"
     bandwidth_gb_s: float = 0.0
     leave_bias_s: tuple[float, ...] = ()
     exchange: Literal["all-gather", "all-to-all"] = "all-gather"

@@ -448,6 +448,13 @@ def _check_ranks(scenario: Scenario) -> None:
         _fail("[ranks] coordinate", f"is for moe = true, in a host_gap of {LEAST_GAP_S:g} s or more")
     if ranks.exchange == "all-to-all" and not engine.moe:
         _fail("[ranks] exchange", "all-to-all is between experts; set moe = true in [engine]")
+    if ranks.emitter.startswith("deepep") and ranks.exchange != "all-to-all":
+        _fail("[ranks] emitter", f"{ranks.emitter} exchanges tokens of experts; set exchange = all-to-all")
+    if ranks.emitter in ("custom", "graph") and ranks.exchange == "all-to-all":
+        _fail(
+            "[ranks] emitter",
+            f"{ranks.emitter} gathers and scatters; for all-to-all take gloo, nccl or deepep-…",
+        )
     for rank in scenario.telemetry.profile_missing:
         if rank >= count:
             _fail(

@@ -191,7 +191,7 @@ def ranked(rng: Rng) -> dict[str, object]:
         hosts=hosts,
         offset_s=tuple(float(o) for o in offsets) if hosts > 1 else (),
         drift_ppm=tuple(float(d) for d in drifts) if hosts > 1 else (),
-        metadata=bool(rng.random() < 0.5),
+        emitter="nccl" if rng.random() < 0.5 else "gloo",
         spread=float(rng.uniform(0.01, 0.05)),
     )
     made = engine(rng, data_parallel=ranks if moe else 1, moe=moe)

@@ -214,7 +214,7 @@ def alike(seed: int) -> tuple[Outcome, dict[str, float]]:
         hosts=hosts,
         offset_s=tuple(map(float, offsets)) if hosts > 1 else (),
         drift_ppm=tuple(map(float, drifts)) if hosts > 1 else (),
-        metadata=bool(rng.random() < 0.5),
+        emitter="nccl" if rng.random() < 0.5 else "gloo",
         spread=uniform(rng, 0.01, 0.15),
     )
     engines = ranks // tp
@@ -240,7 +240,7 @@ def alike(seed: int) -> tuple[Outcome, dict[str, float]]:
     outcome.engines += [EngineOutcome("a", e, "both", Steps(**columns), Runs(**runs)) for e in range(engines)]
     regime = {
         "ranks": ranks, "moe": moe, "tp": tp, "hosts": hosts, "steps": steps, "step_s": step_s,
-        "layers": settings.layers, "spread": settings.spread, "metadata": settings.metadata,
+        "layers": settings.layers, "spread": settings.spread, "metadata": settings.emitter == "nccl",
     }  # fmt: skip
     return outcome, regime
 

@@ -1,7 +1,7 @@
 """Labelled worlds of ranks: what is wrong with one, or looks as if it were, and who may be named for it.
 
 A world is a run of 40 to 80 steps of 2 to 16 ranks, profiled from its first step to its last. The seed draws everything that
-a family does not name: ranks and hosts, layers, work and its spread, transfers, with and without c10d's metadata. How far the
+a family does not name: ranks and hosts, layers, work and its spread, transfers, emitters of several kinds. How far the
 hosts' clocks are apart is given, so that each offset has as many worlds.
 """
 
@@ -128,7 +128,7 @@ def world(rng: Rng, offset_ms: float, shape: str = "any", **changes: Any) -> Sce
         exchange="all-to-all" if shape == "exchange" else "all-gather",
         follow=float(rng.uniform(0.0, 1.0)),
         stamp_jitter_s=uniform(rng, 5e-7, 5e-6) if rng.random() < 0.5 else 0.0,
-        metadata=bool(rng.random() < 0.5),
+        emitter=emitter(rng, shape),
         **clocks(rng, n, offset_ms),
     )
     of_ranks = {k: changes.pop(k) for k in list(changes) if hasattr(settings, k)}
@@ -147,6 +147,12 @@ def world(rng: Rng, offset_ms: float, shape: str = "any", **changes: Any) -> Sce
         telemetry=Telemetry(profile=((0.0, 60.0),)),
     )
     return replace(made, **changes)
+
+
+def emitter(rng: Rng, shape: str) -> Any:
+    """Whose profiles these are, of those that show such ranks."""
+    others = ("deepep-ll", "deepep-ht") if shape == "exchange" else ("custom", "graph")
+    return ("gloo", "nccl", *others)[int(4 * rng.random())]
 
 
 def bias(rng: Rng, ranks: int, most_s: float) -> tuple[float, ...]:

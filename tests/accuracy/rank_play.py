@@ -46,6 +46,7 @@ def play(family_name: str, offset_ms: float, seed: int, via: str) -> dict[str, A
         "offset_ms": offset_ms,
         "seed": seed,
         "via": via,
+        "emitter": made.scenario.ranks.emitter,
         "ranks": ranks.ranks,
         "steps": len(ranks.starts),
         "right": _listed(made.right),

@@ -229,8 +229,8 @@ def test_eight_ranks_of_a_recommender() -> None:
     [
         ("vllm_prefilldecode_piecewise/graph_execution.json.gz", (9, 8155, 37, 37), {"attention": 120, "router": 96, "expert": 72}),
         ("vllm_decode_full/graph_execution.json.gz", (0, 0, 32, 32), {"attention": 48, "router": 96, "expert": 72}),
-        ("sglang_prefilldecode/sglang_Qwen3-8B_prefilldecode.json.gz", (15, 15360, 0, 0), {"attention": 37}),
-        ("sglang_decode/sglang_Qwen3-8B_decode.json.gz", (0, 0, 32, 32), {"attention": 73}),
+        ("sglang_prefilldecode/sglang_Qwen3-8B_prefilldecode.json.gz", (15, 15360, 0, 0), {"attention": 73}),
+        ("sglang_decode/sglang_Qwen3-8B_decode.json.gz", (0, 0, 32, 32), {"attention": 109}),
     ],
 )  # fmt: skip
 def test_steps_of_engines(name: str, expected: tuple[int, ...], found_phases: dict[str, int]) -> None:
@@ -261,6 +261,30 @@ def test_layers_are_counted_by_attention_ops() -> None:
     )
     assert [r["layer"] for r in marks] == list(range(len(attention)))
     assert {r["layer"] for r in rows} == {None, *range(len(attention))}
+
+
+@needs_corpus
+@pytest.mark.parametrize(
+    ("name", "layers", "once"),
+    [
+        # 24 layers, of which every other attends within a window, by a kernel of its own.
+        ("vllm_decode_full/graph_execution.json.gz", 24, ["_topk_forward", "_finalize_matmul_scatter_bf16", "_combined_routing_compute"]),
+        ("vllm_prefilldecode_piecewise/graph_execution.json.gz", 24, ["_topk_forward", "kernel_unified_attention_2d"]),
+        ("sglang_decode/sglang_Qwen3-8B_decode.json.gz", 36, ["paged_attention_ll4mi_QKV", "paged_attention_ll4mi_reduce", "act_and_mul_kernel"]),
+        ("sglang_prefilldecode/sglang_Qwen3-8B_prefilldecode.json.gz", 36, ["FmhaBatchPrefillWithPagedKVCache", "act_and_mul_kernel"]),
+    ],
+)  # fmt: skip
+def test_layers_of_kernels(name: str, layers: int, once: list[str]) -> None:
+    """What runs once a layer is in each layer once, in order; a graph has one launch for all of it."""
+    rows = read(INFERENCE / name)[0]["rank_events"]
+    kernels = sorted((r for r in rows if r["category"] == "kernel"), key=lambda r: int(r["start_ns"]))
+    for kernel in once:
+        assert [r["layer"] for r in kernels if kernel in r["name"]] == list(range(layers))
+    if "decode_full" in name:
+        graph = Counter(r["launch_ns"] for r in kernels).most_common(1)[0]
+        assert graph[1] > 400
+        windows = [r["layer"] for r in kernels if r["name"] == "kernel_unified_attention_2d"]
+        assert windows == list(range(0, 24, 2))
 
 
 @needs_corpus

@@ -1,8 +1,7 @@
 """Profiles of the ranks as torch's profiler writes them under vLLM: files of Kineto's JSON.
 
-One rank's events are gathered once, as columns; these files and the tables of `tables_ranks` are two ways to show them.
-With gloo a rank's part in a collective is an annotation of a worker thread that says no group; on a GPU it is a kernel
-with c10d's metadata.
+One rank's events are gathered once, as columns; these files and the tables of `tables_ranks` are two ways to show them. How
+collectives look is the emitter's form, see `kineto_forms`.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import numpy as np
 import orjson
 
 from tailscope.schema import PHASES
+from tailscope.sim.emit.kineto_forms import CACHE_WRITER, CALLS, COMPUTE, FORMS, NCCL, Form, kernels_of
 from tailscope.sim.outcome import START_NS, Floats, Ints, Outcome, Steps
 from tailscope.sim.rank_places import ALL_TO_ALL, Place
 from tailscope.sim.rank_transfers import HIDDEN
@@ -44,24 +44,17 @@ IDLE_S = 1e-7
 BUFFER = 24
 #: What seeds begin with, so that jitter and losses are drawn from streams of their own.
 JITTER_STREAM, LOSS_STREAM, COORDINATE_STREAM = 11, 12, 13
+#: Longest part of an exchange that sends, s; and which share of a transfer is left to move when all have met.
+SEND_S, MOVES = 3e-6, 0.7
 #: How long before a step ranks come to the collective that coordinates it, at most and at least, and by how much it ends
 #: before, at most, s.
 EARLY_S, LATE_S, ENDS_S = 2e-4, 4e-5, 3e-6
 #: What coordinates a step: rows of so many numbers for each engine.
 COORDINATED = 4
-#: Streams of kernels and of NCCL's.
-COMPUTE, NCCL = 7, 24
 #: Events made JSON at a time.
 EVENTS = 20_000
 NONE = -1
 
-#: Kind of collective -> what gloo's call is named, then NCCL's kernel, then c10d's own word for it.
-CALLS = {
-    "all_reduce": ("c10d::allreduce_", "AllReduce_Sum_bf16", "allreduce"),
-    "all_gather": ("c10d::_allgather_base_", "AllGather", "_allgather_base"),
-    "reduce_scatter": ("c10d::_reduce_scatter_base_", "ReduceScatter_Sum_bf16", "_reduce_scatter_base"),
-    ALL_TO_ALL: ("c10d::alltoall_base_", "SendRecv", "all_to_allv"),
-}
 #: Phase of work -> its op with gloo (and the phase that its name tells), then on a GPU; then the kernel.
 OPS: dict[str, tuple[tuple[str, str | None], tuple[str, str | None], str]] = {
     "attention": (
@@ -148,8 +141,12 @@ class Profile:
         return f"{self.world.instance}-{self.world.host_of(self.rank)}"
 
     @property
+    def form(self) -> Form:
+        return FORMS[self.world.settings.emitter]
+
+    @property
     def backend(self) -> str:
-        return "nccl" if self.world.settings.metadata else "gloo"
+        return "nccl" if self.form.on_gpu else "gloo"
 
     @property
     def last_ns(self) -> int:
@@ -265,6 +262,28 @@ def _expert_tokens(world: RankWorld, timeline: Timeline, steps: dict[int, Steps]
     return world.experts.tokens(first, by_rank)
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """A kernel that every layer has; times are steps × layers, s. `of`: number of the collective it is of, or leads to."""
+
+    of: int
+    name: str
+    start: Floats
+    end: Floats
+    stream: int
+    phase: int
+    #: What its launch is within, if anything: an op's name, phase, and what it says.
+    op: tuple[str, int, Ints] | None
+    #: What it says, and of a collective that tells it the number, and what its call says.
+    said: Ints
+    seq: Ints | None = None
+    call: Ints | None = None
+    #: Begins the work before the collective: nothing of it runs earlier.
+    opens: Floats | None = None
+    #: How many launches the op holds.
+    launches: int = 1
+
+
 class _Shown:
     """A rank's part of a timeline, as events of its profile. Arrays are steps × layers, times s since the world began."""
 
@@ -275,6 +294,7 @@ class _Shown:
             values[..., rank] + since for values in (timeline.begin, timeline.arrival, timeline.leave)
         )
         self.start = timeline.start_s
+        self.timeline = timeline
         count, layers, _ = self.begin.shape
         rows = slice(timeline.first, timeline.first + count)
         own = steps[profile.dp]
@@ -296,15 +316,18 @@ class _Shown:
             self.sent, self.received = rows_of[:, :, rank], rows_of[..., rank]
         profile.batches = [_batch(own, rows.start + int(k)) for k in np.flatnonzero(self.annotated)]
         self.places: Sequence[Place] = self.world.places
-        self.units = sum(1 + (place.after is not None) for place in self.places)
+        self.form = profile.form
+        computed = own.prefill_tokens[rows] + own.recompute_tokens[rows]
+        #: Steps that are replayed from a graph.
+        self.replayed = np.asarray((computed == 0) & self.form.graphs)
 
     def show(self) -> None:
-        if self.world.settings.coordinate:
-            self._coordinate()
-        if self.world.settings.metadata:
+        if self.form.on_gpu:
             self._on_gpu()
         else:
             self._on_cpu()
+        if self.world.settings.coordinate:
+            self._coordinate()
 
     def _annotate(self, start: Floats, end: Floats, category: str, thread: int) -> None:
         shown = self.annotated
@@ -327,10 +350,11 @@ class _Shown:
         leave = start - profile.rng(COORDINATE_STREAM).uniform(0, ENDS_S, len(start))
         seq = self.numbers[:, 0] // self.step.shape[1]
         numbers, phase = COORDINATED * self.world.engines, _phase("collective")
-        call, kernel, name = CALLS["all_reduce"]
+        call, kernel, name, _ = CALLS["all_reduce"]
         dims, size = [[[COORDINATED, self.world.engines]], [], []], 4 * numbers
         said = profile.said.code("coordinate", lambda: _shaped(dims, ["TensorList", "", ""]))
-        if self.world.settings.metadata:
+        # It is c10d's own, whatever the layers use.
+        if self.form.on_gpu:
             args = {
                 "Collective name": name,
                 "In msg nelems": numbers,
@@ -418,30 +442,32 @@ class _Shown:
 
     def _on_gpu(self) -> None:
         """Launches on the CPU, one after another from shortly before the step on; kernels when the work is done."""
-        kernels = np.concatenate([self._kernel_starts(place) for place in range(len(self.places))], axis=2)
+        pieces = self._pieces()
+        kernels = np.stack([piece.start if piece.opens is None else piece.opens for piece in pieces], axis=2)
         count, layers = self.step.shape
+        self.units = len(pieces)
         lead = min(LEAD_S, max(self.world.settings.transfer_s, LEAD_S / 10))
         first = self.start - lead
         # Nothing runs before it was launched.
         room = (kernels.reshape(count, -1) - first[:, None]) / np.arange(1, layers * self.units + 1)
         apart = np.minimum(LAUNCH_S, room.min(axis=1))
         # The step's annotation begins before the first op.
-        late, apart = self._late_launches(kernels.reshape(count, -1), first, apart)
+        late, apart = self._late_launches(pieces, kernels.reshape(count, -1), first, apart)
         slots = first[:, None] + apart[:, None] * (0.05 + np.arange(layers * self.units)) + late
         self.slots, self.apart = slots.reshape(count, layers, self.units), apart[:, None]
-        over = first + apart * layers * self.units + late[:, -1]
+        # A graph is launched as a whole: a step whose host was late within it was not replayed.
+        self.replayed &= np.isclose(late[:, -1], late[:, 0], rtol=0, atol=IDLE_S)
+        over = first + np.where(self.replayed, apart + late[:, 0], apart * layers * self.units + late[:, -1])
         self._annotate(first, over, "user_annotation", self.profile.pid)
         begin, end = self.begin[:, 0, 0], self.leave[:, -1, -1]
         self._annotate(begin, end, "gpu_user_annotation", COMPUTE)
-        unit = 0
-        for index, place in enumerate(self.places):
-            if place.after:
-                self._show_work(index, place, place.after, unit)
-                unit += 1
-            self._show_collective(index, place, unit)
-            unit += 1
+        self._launch("cudaGraphLaunch", np.flatnonzero(self.replayed), slice(0, 1), 0, layer=NONE)
+        for unit, piece in enumerate(pieces):
+            self._show(piece, unit)
 
-    def _late_launches(self, kernels: Floats, first: Floats, apart: Floats) -> tuple[Floats, Floats]:
+    def _late_launches(
+        self, pieces: Sequence[_Piece], kernels: Floats, first: Floats, apart: Floats
+    ) -> tuple[Floats, Floats]:
         """How much later than in a row each kernel of a step is launched (steps × kernels), and how far apart they are.
 
         A kernel that begins a while after the one before has ended was launched only then.
@@ -451,11 +477,9 @@ class _Shown:
         )
         left[:, 0] = self.start
         idle = self.begin - left.reshape(self.begin.shape)
-        places = [i for i, place in enumerate(self.places) for _ in range(1 + (place.after is not None))]
-        opens = np.array(
-            [i == places.index(p) and self.places[p].after is not None for i, p in enumerate(places)]
+        waited = (idle[:, :, [p.of for p in pieces]] > IDLE_S) & np.array(
+            [p.opens is not None for p in pieces]
         )
-        waited = (idle[:, :, places] > IDLE_S) & opens
         if not waited.any():
             return np.zeros(kernels.shape), apart
         apart = np.minimum(apart, np.diff(kernels, axis=1).min(axis=1))
@@ -463,57 +487,119 @@ class _Shown:
         behind = np.where(waited.reshape(kernels.shape), np.maximum(kernels - slot, 0.0), 0.0)
         return np.maximum.accumulate(behind, axis=1), apart
 
-    def _kernel_starts(self, index: int) -> Floats:
-        """When the kernels of a place start: of the work before it, if there is any, and its own."""
-        starts = [self.begin[:, :, index]] if self.places[index].after else []
-        return np.stack([*starts, self.arrival[:, :, index]], axis=2)
+    def _pieces(self) -> list[_Piece]:
+        """The kernels of a layer, in order."""
+        pieces: list[_Piece] = []
+        for index, place in enumerate(self.places):
+            if place.after:
+                pieces += self._work(index, place, place.after)
+            pieces += self._collective(index, place)
+        return pieces
 
-    def _show_work(self, index: int, place: Place, after: str, unit: int) -> None:
+    def _work(self, index: int, place: Place, after: str) -> list[_Piece]:
         _, (op, phase), kernel = OPS[after]
-        said = self._by_tokens(self._op_said, place, after)
-        self._launched(op, _phase(phase), said, unit)
         begin, arrival = self.begin[:, :, index], self.arrival[:, :, index]
         opened = begin + BEFORE_OP * (arrival - begin)
-        self._kernel(kernel, opened, arrival, unit, COMPUTE, phase=_phase(KERNEL_PHASES[after]))
+        call = op, _phase(phase), self._by_tokens(self._op_said, place, after)
+        mine: dict[str, Any] = {
+            "of": index,
+            "stream": COMPUTE,
+            "phase": _phase(KERNEL_PHASES[after]),
+            "said": self._runs(COMPUTE),
+        }
+        if after == "attention" and not self.form.told:
+            # Both are launched in the one op.
+            return [
+                _Piece(name=CACHE_WRITER, start=begin, end=opened, op=call, launches=2, opens=begin, **mine),
+                _Piece(name=kernel, start=opened, end=arrival, op=None, **mine),
+            ]
+        return [_Piece(name=kernel, start=opened, end=arrival, op=call, opens=begin, **mine)]
 
-    def _show_collective(self, index: int, place: Place, unit: int) -> None:
-        profile = self.profile
-        call, kernel, _ = CALLS[place.kind]
-        self._launched(call, NONE, self._told(self._call_said, place), unit)
-        # A number for each collective of a group, from the first step on.
-        in_group = [p for p in self.places if p.everyone == place.everyone]
-        seq = self.numbers * len(in_group) + in_group.index(place)
-        told = self._told(self._c10d_said, place)
-        slot = self.slots[:, :, unit]
-        profile.add(
-            "record_param_comms", "cpu_op", slot + 0.2 * self.apart, slot + 0.8 * self.apart,
-            thread=profile.pid, step=self.step, layer=self.layer, said=told, seq=seq,
-        )  # fmt: skip
-        told = self._told(self._nccl_said, place)
-        ring = "" if place.kind == ALL_TO_ALL else "_RING_LL"
-        name = f"ncclDevKernel_{kernel}{ring}(ncclDevKernelArgsStorage<4096ul>)"
+    def _collective(self, index: int, place: Place) -> list[_Piece]:
         arrival, leave = self.arrival[:, :, index], self.leave[:, :, index]
-        self._kernel(name, arrival, leave, unit, NCCL, phase=_phase(place.phase), said=told, seq=seq)
+        kernels = kernels_of(self.form, place, self.world.settings.hosts)
+        mine: dict[str, Any] = {"of": index, "phase": _phase(place.phase)}
+        if self.form.told:
+            # A number for each collective of a group, from the first step on.
+            in_group = [p for p in self.places if p.everyone == place.everyone]
+            mine |= {
+                "op": (CALLS[place.kind][0], NONE, self._told(self._call_said, place)),
+                "said": self._told(self._nccl_said, place),
+                "seq": self.numbers * len(in_group) + in_group.index(place),
+                "call": self._told(self._c10d_said, place),
+            }
+            return [_Piece(name=k.name, start=arrival, end=leave, stream=k.stream, **mine) for k in kernels]
+        sent = arrival + np.minimum(SEND_S, (leave - arrival) / 4)
+        met = self._all_met(index)
+        times = {
+            "whole": (arrival, leave), "send": (arrival, sent), "receive": (sent, leave), "meet": (arrival, met), "move": (met, leave)
+        }  # fmt: skip
+        op = CALLS[place.kind][3]
+        mine["op"] = (op, NONE, self._by_tokens(self._vllm_said, place)) if op else None
+        return [
+            _Piece(
+                name=k.name,
+                start=times[k.part][0],
+                end=times[k.part][1],
+                stream=k.stream,
+                said=self._runs(k.stream, k.collective),
+                **mine,
+            )
+            for k in kernels
+        ]
 
-    def _launched(self, op: str, phase: int, said: Ints, unit: int) -> None:
-        """An op on the CPU and its launch within."""
-        profile, slot = self.profile, self.slots[:, :, unit]
-        common: dict[str, Any] = {"thread": profile.pid, "step": self.step, "layer": self.layer}
-        profile.add(op, "cpu_op", slot, slot + 0.9 * self.apart, phase=phase, said=said, **common)
-        launch = slot + 0.4 * self.apart
-        said_launch = profile.said.code("launch", partial(_Said, {"cbid": 211}))
+    def _all_met(self, index: int) -> Floats:
+        """When ranks that first wait for each other go on to move data: once all have come, before the first leaves."""
+        since = self.timeline.start_s[:, None]
+        last, soonest = (
+            values + since
+            for values in (
+                self.timeline.arrival[:, :, index].max(axis=-1),
+                self.timeline.leave[:, :, index].min(axis=-1),
+            )
+        )
+        return np.asarray(last + (1 - MOVES) * np.maximum(soonest - last, 0.0))
+
+    def _runs(self, stream: int, collective: str | None = None) -> Ints:
+        """What a kernel says that c10d tells nothing of."""
+        columns = {"collective": collective} if collective else {}
+        where = partial(_Said, {"device": 0, "context": 1, "stream": stream}, columns)
+        return np.array(self.profile.said.code((stream, collective), where))
+
+    def _show(self, piece: _Piece, unit: int) -> None:
+        """A kernel, and where it was not replayed its launch, in an op if there is one."""
+        profile, eager = self.profile, np.flatnonzero(~self.replayed)
+        slot = self.slots[eager, :, unit]
+        step, layer, apart = self.step[eager], self.layer[eager], self.apart[eager]
+        common: dict[str, Any] = {"thread": profile.pid, "step": step, "layer": layer}
+        if piece.op:
+            name, phase, said = piece.op
+            over = self.slots[eager, :, unit + piece.launches - 1] + 0.9 * apart
+            profile.add(name, "cpu_op", slot, over, phase=phase, said=said[eager], **common)
+        if piece.call is not None and piece.seq is not None:
+            profile.add(
+                "record_param_comms", "cpu_op", slot + 0.2 * apart, slot + 0.8 * apart, said=piece.call[eager],
+                seq=piece.seq[eager], **common,
+            )  # fmt: skip
+        self._launch("cudaLaunchKernel", eager, slice(None), unit, layer=layer)
+        launched, correlation = self.slots[:, :, unit] + 0.4 * self.apart, self._correlation(unit)
+        replayed = self.replayed[:, None]
+        launched = np.where(replayed, self.slots[:, :1, 0] + 0.4 * self.apart, launched)
+        correlation = np.where(replayed, self._correlation(0)[:, :1], correlation)
         profile.add(
-            "cudaLaunchKernel", "cuda_runtime", launch, launch + 0.2 * self.apart, said=said_launch,
-            correlation=self._correlation(unit), **common,
+            piece.name, "kernel", piece.start, piece.end, thread=piece.stream, step=self.step, layer=self.layer,
+            launched=launched, correlation=correlation, phase=piece.phase, said=piece.said,
+            seq=NONE if piece.seq is None else piece.seq,
         )  # fmt: skip
 
-    def _kernel(self, name: str, start: Floats, end: Floats, unit: int, stream: int, **more: Any) -> None:
-        profile = self.profile
-        where = partial(_Said, {"device": 0, "context": 1, "stream": stream})
-        more.setdefault("said", profile.said.code(stream, where))
-        profile.add(
-            name, "kernel", start, end, thread=stream, step=self.step, layer=self.layer,
-            launched=self.slots[:, :, unit] + 0.4 * self.apart, correlation=self._correlation(unit), **more,
+    def _launch(self, name: str, steps: Ints, layers: slice, unit: int, layer: int | Ints) -> None:
+        """Launches of a kernel, or of a graph, in some steps and layers."""
+        launch = self.slots[steps, layers, unit] + 0.4 * self.apart[steps]
+        cbid = {"cudaLaunchKernel": 211, "cudaGraphLaunch": 311}[name]
+        said = self.profile.said.code(name, partial(_Said, {"cbid": cbid}))
+        self.profile.add(
+            name, "cuda_runtime", launch, launch + 0.2 * self.apart[steps], thread=self.profile.pid, said=said,
+            step=self.step[steps, layers], layer=layer, correlation=self._correlation(unit)[steps, layers],
         )  # fmt: skip
 
     def _correlation(self, unit: int) -> Ints:
@@ -573,6 +659,10 @@ class _Shown:
         if place.kind == "all_reduce":
             return _shaped([[[given, HIDDEN]], [], []], ["TensorList", "", ""])
         return _shaped([[got, HIDDEN], [given, HIDDEN], []], ["float", "float", ""])
+
+    def _vllm_said(self, place: Place, tokens: int, part: int) -> _Said:
+        given, _ = self._elements(place, tokens, part)
+        return _shaped([[given // HIDDEN, HIDDEN], []], ["c10::BFloat16", ""])
 
     def _gloo_said(self, place: Place, tokens: _Rows, part: _Rows) -> _Said:
         given, got = self._elements(place, tokens, part)
