@@ -242,6 +242,7 @@ def test_ones_prefill_is_everyones_wait() -> None:
 
 SHOWN = {
     "exchange": {**EXCHANGE, "hot": 0.2},
+    "coordinated": {**EXCHANGE, "coordinate": True},
     "nested exchange": {**NESTED, "exchange": "all-to-all"},
     "slow host": {"tp": 4, "faults": FAULTS["host"]},
     "collections": {"tp": 4, "faults": (Fault("host-slow", rank=3, length_s=0.02, every_s=0.05),)},
@@ -280,7 +281,27 @@ def test_files_hold_what_the_tables_say(tmp_path: Path) -> None:
                 assert rows_of(read) == rows_of(table), (one.scenario.name, name)
 
 
-@pytest.mark.parametrize("name", ["exchange", "slow host", "collections"])
+@pytest.mark.parametrize("emitter", ["gloo", "nccl", "deepep-ll"])
+def test_what_coordinates_steps_ends_at_one_time_between_them(emitter: str) -> None:
+    made = profiled("coordinated", emitter)
+    events = profile_tables(made)["rank_events"]
+    mine = events.filter((pc.field("collective") == "all_reduce") & pc.field("step").is_null()).sort_by(
+        "start_ns"
+    )
+    (world,) = made.worlds.values()
+    first, stop = world.between(0.1, 0.19)
+    begins = world.clock_ns(0, np.array(world.starts[first:stop]))
+    for rank in range(4):
+        some = mine.filter(pc.field("rank") == rank)
+        start, ends = (
+            some["start_ns"].to_numpy(),
+            some["start_ns"].to_numpy() + some["duration_ns"].to_numpy(),
+        )
+        assert len(ends) == stop - first and np.all(begins - ends < 3_001) and np.all(begins >= ends)
+        assert np.all(ends - start >= 30_000)
+
+
+@pytest.mark.parametrize("name", ["exchange", "slow host", "collections", "coordinated"])
 def test_on_a_gpu_a_kernel_is_launched_before_it_starts_and_late_where_its_host_was(name: str) -> None:
     events = profile_tables(profiled(name, "nccl"))["rank_events"]
     kernels = events.filter(pc.field("category") == "kernel")
@@ -364,6 +385,7 @@ def test_clocks_jump_and_stamps_are_late() -> None:
         ({"ranks": {"tensor_parallel": 2, "exchange": "all-to-all"}}, "all-to-all is between experts"),
         ({"ranks": {"tensor_parallel": 2, "clock_steps": [[1, 2.0, 0.1]]}}, "hosts are 0 to 0"),
         ({"ranks": {"tensor_parallel": 2, "leave_bias_s": [0, 0, 1e-5]}}, "has 3 entries, but there are 2 ranks"),
+        ({"ranks": {"tensor_parallel": 2, "coordinate": True}}, "is for moe = true"),
         ({"telemetry": {"profile_missing": [2]}}, "profile_missing: there is no rank 2"),
         (
             {

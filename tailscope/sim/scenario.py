@@ -140,6 +140,7 @@ class Ranks:
     rank, always, as in a ring. `exchange`: how tokens get to their experts and back; in all-to-all each rank leaves when
     it has its own part. `follow`: how the time of experts follows their tokens, from 0 (reading weights is all they
     do) to 1. `hot_steps`: steps after which another expert is the hottest (0: never).
+    `coordinate`: between steps data-parallel engines tell each other what they have, in an all-reduce of all ranks.
     `stamp_jitter_s`: how much later than it was a profile shows a start, at most. `clock_steps`: (host, second, seconds
     by which its clocks jump then).
     """
@@ -162,6 +163,7 @@ class Ranks:
     exchange: Literal["all-gather", "all-to-all"] = "all-gather"
     follow: float = 1.0
     hot_steps: int = 4_096
+    coordinate: bool = False
     stamp_jitter_s: float = 0.0
     clock_steps: tuple[tuple[int, float, float], ...] = ()
 

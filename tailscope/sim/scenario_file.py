@@ -30,6 +30,8 @@ MOST_PIECES = 16_384
 #: Beyond it no count, size or time of a world means anything, and sums of them stay exact.
 MOST = 1e12
 WEEK_S = 604_800.0
+#: A collective between two steps takes so long.
+LEAST_GAP_S = 1e-4
 
 #: "class:<512", "rank:1".
 PARTY = re.compile(r"[a-z]+:.+")
@@ -442,6 +444,8 @@ def _check_ranks(scenario: Scenario) -> None:
                 f"[ranks] clock_steps[{i}]",
                 f"is [host, second, jump]: hosts are 0 to {ranks.hosts - 1}, seconds 0 or more",
             )
+    if ranks.coordinate and not (engine.moe and scenario.cost.host_gap >= LEAST_GAP_S):
+        _fail("[ranks] coordinate", f"is for moe = true, in a host_gap of {LEAST_GAP_S:g} s or more")
     if ranks.exchange == "all-to-all" and not engine.moe:
         _fail("[ranks] exchange", "all-to-all is between experts; set moe = true in [engine]")
     if ranks.emitter.startswith("deepep") and ranks.exchange != "all-to-all":

@@ -109,7 +109,8 @@ def world(rng: Rng, offset_ms: float, shape: str = "any", **changes: Any) -> Sce
     else:
         tp = n if shape == "dense" else 1
     if shape == "exchange":
-        n = max(n, 3)
+        # As in vLLM, which thereby gives all ranks an instant in common.
+        n, changes = max(n, 3), {"coordinate": bool(rng.random() < 0.7), **changes}
     moe, engines = shape != "dense", n // tp
     scale = uniform(rng, 0.5, 2.0)
     settings = Ranks(
@@ -229,14 +230,12 @@ def slow_link(side: str) -> Callable[[Rng, float], Labelled]:
         scenario = world(rng, offset_ms, "exchange", bandwidth_gb_s=uniform(rng, 5, 50))
         rank, peer = (int(r) for r in rng.choice(count(scenario), 2, replace=False))
         fault = Fault("slow-link", rank=rank, factor=uniform(rng, 4, 20))
-        names = {f"rank:{rank}", f"link:{rank}", f"link:{rank}→*"}
+        names = {f"link:{rank}→"}
         if side == "destination":
-            fault, names = (
-                replace(fault, side="destination"),
-                {f"rank:{rank}", f"link:{rank}", f"link:*→{rank}"},
-            )
+            fault, names = replace(fault, side="destination"), {f"link:→{rank}"}
         if side == "pair":
-            fault, names = replace(fault, peer=peer), {f"link:{rank}→{peer}"}
+            # Which sender a late receiver waits for, no profile says.
+            fault, names = replace(fault, peer=peer), {f"link:{rank}→{peer}", f"link:→{peer}"}
         return with_fault(scenario, fault, {"slow-link": frozenset(names)}, phases=2)
 
     return make

@@ -85,7 +85,7 @@ def _listed(parties: Parties) -> dict[str, list[str] | None]:
 
 def _coupling_s(ranks: RankWorld, made: Labelled) -> float:
     """How late the attention of the longest batch is for the others, on average, where it is by half a step and more."""
-    if not made.right:
+    if not made.places:
         return 0.0
     costs = np.sort(np.array(ranks.costs), axis=1)
     extra = (costs[:, -1] - costs[:, -2]) * ranks.settings.attention_share / made.places

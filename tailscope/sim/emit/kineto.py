@@ -43,9 +43,14 @@ IDLE_S = 1e-7
 #: Events in a buffer of the profiler: those are lost together.
 BUFFER = 24
 #: What seeds begin with, so that jitter and losses are drawn from streams of their own.
-JITTER_STREAM, LOSS_STREAM = 11, 12
+JITTER_STREAM, LOSS_STREAM, COORDINATE_STREAM = 11, 12, 13
 #: Longest part of an exchange that sends, s; and which share of a transfer is left to move when all have met.
 SEND_S, MOVES = 3e-6, 0.7
+#: How long before a step ranks come to the collective that coordinates it, at most and at least, and by how much it ends
+#: before, at most, s.
+EARLY_S, LATE_S, ENDS_S = 2e-4, 4e-5, 3e-6
+#: What coordinates a step: rows of so many numbers for each engine.
+COORDINATED = 4
 #: Events made JSON at a time.
 EVENTS = 20_000
 NONE = -1
@@ -161,11 +166,19 @@ class Profile:
         """Ranks of the process groups this rank is in, by name."""
         world, everyone = self.world, list(range(self.world.ranks))
         first = self.dp * world.tp
-        return {
+        found = {
             "0": everyone,
             self.group(False): everyone[first : first + world.tp],
             self.group(True): everyone,
         }
+        if world.settings.coordinate:
+            found[self.coordinating] = everyone
+        return found
+
+    @property
+    def coordinating(self) -> str:
+        """Name of the group that coordinates steps."""
+        return str(3 + 2 * self.world.engines)
 
     def group(self, everyone: bool) -> str:
         """Name of the group of all ranks, or of the engine's own."""
@@ -189,7 +202,7 @@ class Profile:
             }
         )
 
-    def _rng(self, stream: int) -> np.random.Generator:
+    def rng(self, stream: int) -> np.random.Generator:
         return np.random.default_rng([stream, *self.world.seed, self.rank, self.window])
 
     def _damage(self, columns: dict[str, Ints], dropped: float) -> dict[str, Ints]:
@@ -200,10 +213,10 @@ class Profile:
         category = self.category.code("kernel" if self.backend == "nccl" else "user_annotation")
         some = np.flatnonzero((columns["category"] == category) & ~np.isin(columns["name"], self.step_names))
         if jitter_s:
-            late = self._rng(JITTER_STREAM).uniform(0, jitter_s * 1e9, len(some)).astype(np.int64)
+            late = self.rng(JITTER_STREAM).uniform(0, jitter_s * 1e9, len(some)).astype(np.int64)
             columns["start"][some] = np.minimum(columns["start"][some] + late, columns["end"][some])
         some = some[np.argsort(columns["start"][some], kind="stable")]
-        lost = self._rng(LOSS_STREAM).random(len(some) // BUFFER + 1) < dropped
+        lost = self.rng(LOSS_STREAM).random(len(some) // BUFFER + 1) < dropped
         kept = np.ones(len(columns["start"]), bool)
         kept[some[lost[np.arange(len(some)) // BUFFER]]] = False
         return {c: values[kept] for c, values in columns.items()}
@@ -309,6 +322,10 @@ class _Shown:
         self.replayed = np.asarray((computed == 0) & self.form.graphs)
 
     def show(self) -> None:
+        self.pieces = self._pieces() if self.form.on_gpu else []
+        self.units = len(self.pieces)
+        if self.world.settings.coordinate:
+            self._coordinate()
         if self.form.on_gpu:
             self._on_gpu()
         else:
@@ -326,6 +343,75 @@ class _Shown:
         self.profile.add(
             np.array(names, np.int64), category, start[shown], end[shown], thread=thread, step=self.step[shown, 0]
         )  # fmt: skip
+
+    def _coordinate(self) -> None:
+        """What lets all ranks begin a step at one time: an all-reduce before it, outside of any step."""
+        profile, start, main = self.profile, self.start, self.profile.pid
+        over = np.concatenate([start[:1] - 1.0, (self.leave[:, -1, -1])[:-1]])
+        arrival = np.minimum(np.maximum(over, start - EARLY_S), start - LATE_S)
+        leave = start - profile.rng(COORDINATE_STREAM).uniform(0, ENDS_S, len(start))
+        seq = self.numbers[:, 0] // self.step.shape[1]
+        numbers, phase = COORDINATED * self.world.engines, _phase("collective")
+        call, kernel, name, _ = CALLS["all_reduce"]
+        dims, size = [[[COORDINATED, self.world.engines]], [], []], 4 * numbers
+        said = profile.said.code("coordinate", lambda: _shaped(dims, ["TensorList", "", ""]))
+        # That is c10d's, whoever does the model's collectives.
+        if self.form.on_gpu:
+            args = {
+                "Collective name": name,
+                "In msg nelems": numbers,
+                "Out msg nelems": numbers,
+                "Group size": self.world.ranks,
+                "dtype": "Int",
+            }
+            args |= self._group_said(profile.coordinating)
+            columns = {
+                "collective": "all_reduce",
+                "group": profile.coordinating,
+                "group_size": self.world.ranks,
+                "bytes_in": size,
+                "bytes_out": size,
+                "dtype": "Int",
+            }
+            told = profile.said.code("coordinate c10d", lambda: _Said(args))
+            shown = profile.said.code(
+                "coordinate nccl", lambda: _Said({"device": 0, "context": 1, "stream": NCCL, **args}, columns)
+            )
+            opened = arrival - 2e-5
+            profile.add(call, "cpu_op", opened, opened + 1.8e-5, thread=main, said=said)
+            profile.add(
+                "record_param_comms",
+                "cpu_op",
+                opened + 1e-6,
+                opened + 1.7e-5,
+                thread=main,
+                said=told,
+                seq=seq,
+            )
+            # Numbers that no launch of a step has.
+            correlation = self.step.size * self.units + 1 + np.arange(len(start))
+            launch = profile.said.code("launch", partial(_Said, {"cbid": 211}))
+            profile.add(
+                "cudaLaunchKernel",
+                "cuda_runtime",
+                opened + 5e-6,
+                opened + 8e-6,
+                thread=main,
+                said=launch,
+                correlation=correlation,
+            )
+            profile.add(
+                f"ncclDevKernel_{kernel.replace('bf16', 'i32')}_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "kernel", arrival, leave,
+                thread=NCCL, said=shown, phase=phase, seq=seq, correlation=correlation, launched=opened + 5e-6,
+            )  # fmt: skip
+            return
+        profile.add(call, "cpu_op", arrival, arrival + 1e-5, thread=main, said=said)
+        columns = {"collective": "all_reduce", "bytes_in": size, "bytes_out": size, "dtype": "int"}
+        one = _shaped([[COORDINATED, self.world.engines]], ["int"])
+        shown = profile.said.code("coordinate gloo", lambda: _Said(one.args, {**one.columns, **columns}))
+        profile.add(
+            "gloo:all_reduce", "user_annotation", arrival, leave, thread=main + 299, said=shown, phase=phase
+        )
 
     # -- gloo -------------------------------------------------------------------------------------
 
@@ -358,10 +444,9 @@ class _Shown:
 
     def _on_gpu(self) -> None:
         """Launches on the CPU, one after another from shortly before the step on; kernels when the work is done."""
-        pieces = self._pieces()
+        pieces = self.pieces
         kernels = np.stack([piece.start if piece.opens is None else piece.opens for piece in pieces], axis=2)
         count, layers = self.step.shape
-        self.units = len(pieces)
         lead = min(LEAD_S, max(self.world.settings.transfer_s, LEAD_S / 10))
         first = self.start - lead
         # Nothing runs before it was launched.
@@ -592,22 +677,28 @@ class _Shown:
     def _c10d_said(self, place: Place, tokens: _Rows, part: _Rows) -> _Said:
         """c10d's metadata, as on the call and on its kernel."""
         given, got = self._elements(place, tokens, part)
-        group = self.profile.group(place.everyone)
-        ranks = self.profile.groups()[group]
         return _Said(
             {
                 "Collective name": CALLS[place.kind][2],
                 "In msg nelems": given,
                 "Out msg nelems": got,
-                "Group size": len(ranks),
+                "Group size": self._group_size(place.everyone),
                 "dtype": "BFloat16",
                 "In split size": str(list(_listed_rows(tokens))),
                 "Out split size": str(list(_listed_rows(part))),
-                "Process Group Name": group,
-                "Process Group Description": "undefined",
-                "Process Group Ranks": str(ranks),
+                **self._group_said(self.profile.group(place.everyone)),
             }
         )
+
+    def _group_size(self, everyone: bool) -> int:
+        return self.world.ranks if everyone else self.world.tp
+
+    def _group_said(self, name: str) -> dict[str, Any]:
+        return {
+            "Process Group Name": name,
+            "Process Group Description": "undefined",
+            "Process Group Ranks": str(self.profile.groups()[name]),
+        }
 
     def _nccl_said(self, place: Place, tokens: _Rows, part: _Rows) -> _Said:
         told = self._c10d_said(place, tokens, part).args
