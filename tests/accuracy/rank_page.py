@@ -16,7 +16,7 @@ Made by `make accuracy-ranks` from `docs/accuracy-ranks.json`; do not edit. Ever
 ([scenarios](scenarios.md)): 2 to 16 ranks in 40 to 80 steps, profiled from the first to the last, and nothing else known but
 those profiles. What is wrong in a world, and how late it makes somebody, is known from the same steps without it. Worlds
 are drawn at random: tensor-parallel, expert-parallel and nested groups, rings and all-to-all, layers, work and its spread,
-transfers by size, ranks that always leave a collective a little later, with and without c10d's metadata, one rank a host or
+transfers by size, ranks that always leave a collective a little later, profiles of several emitters, one rank a host or
 several. Clocks of hosts are up to the offset apart. Thresholds were tuned on odd seeds; this page reports even ones.
 """
 
