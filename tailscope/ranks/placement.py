@@ -159,26 +159,26 @@ class Gain:
         return 1 - self.after / self.before
 
 
-def scored_ahead(loads: Floats, now: Ints, ranks: int, spare: int) -> Gain | None:
+def scored_ahead(loads: Floats, busiest: Floats, ranks: int, spare: int) -> Gain | None:
     """Fit a placement to each window, windows x layers x experts, and score it on those that follow.
 
-    `now` is the placement in use, `spare` the number of slots beyond one for each expert. None where fewer than two windows
-    have load, or the slots cannot be spread evenly.
+    `busiest` is what the most loaded rank had, windows x layers, under the placement in use; `spare` the number of slots
+    beyond one for each expert. None where fewer than two windows have load, or the slots cannot be spread evenly.
     """
-    loads = loads[loads.sum(axis=(1, 2)) > 0]
+    used = loads.sum(axis=(1, 2)) > 0
+    loads, busiest = loads[used], busiest[used]
     windows, _, experts = loads.shape
     if windows < 2 or (experts + spare) % ranks or spare < 0:
         return None
     even = loads.sum(axis=2) / ranks
-    before = rank_loads(loads, now, ranks).max(axis=2)
     by_age: list[list[tuple[float, float]]] = [[] for _ in range(windows - 1)]
     for fitted in range(windows - 1):
         placement = balanced(loads[fitted], ranks, experts + spare)
         following = rank_loads(loads[fitted + 1 :], placement, ranks).max(axis=2)
-        for age, busiest in enumerate(following):
-            by_age[age].append((float(busiest.sum()), float(even[fitted + 1 + age].sum())))
+        for age, later in enumerate(following):
+            by_age[age].append((float(later.sum()), float(even[fitted + 1 + age].sum())))
     ages = tuple(sum(b for b, _ in pairs) / sum(e for _, e in pairs) for pairs in by_age)
-    return Gain(spare, float(before[1:].sum() / even[1:].sum()), ages[0], ages)
+    return Gain(spare, float(busiest[1:].sum() / even[1:].sum()), ages[0], ages)
 
 
 @dataclass(frozen=True)
