@@ -79,7 +79,7 @@ def window_decision(window: Row, loads: Sequence[Row], limits: Mapping[str, floa
         return Decision(
             "inconclusive",
             f"ranks differ in expert work by {share:.0%} of the steps' time; tokens explain between {max(low, 0):.0%} and "
-            f"{min(high, 1):.0%} of what the busiest takes more, which does not decide",
+            f"{min(high, 1):.0%} of what the slowest takes more, which does not decide",
         )
     if saved < limits["share"]:
         return Decision("clear", f"even loads would save {saved:.1%} of the steps' time at most")
@@ -89,7 +89,7 @@ def window_decision(window: Row, loads: Sequence[Row], limits: Mapping[str, floa
 
 
 def explained(window: Row) -> tuple[float, float, float]:
-    """Share of what the busiest ranks take more than the others that their tokens explain: estimate within 95 %."""
+    """Share of what the slowest rank of each pass takes beyond the mean that its tokens explain: estimate within 95 %."""
     per_token, error = window["ns_per_token"], DEVIATIONS * window["ns_per_token_error"]
     scale = window["more_tokens"] / window["more_ns"]
     low, high = sorted(((per_token - error) * scale, (per_token + error) * scale))
@@ -118,7 +118,7 @@ def hot(window: Row, load: Row | None, saved: float, shares: tuple[float, float,
         ),
         Evidence(
             f"the busiest rank gets {ratio:.2f} x the mean tokens; that explains {shares[1]:.0%} "
-            f"({shares[0]:.0%} to {shares[2]:.0%}) of what its experts take longer",
+            f"({shares[0]:.0%} to {shares[2]:.0%}) of what the slowest takes longer",
             {
                 "max_over_mean": ratio,
                 "explained": shares[1],
@@ -144,6 +144,7 @@ def hot(window: Row, load: Row | None, saved: float, shares: tuple[float, float,
     else:
         text = "tokens are those of a recording at another time than the profiles"
         counter.append(Evidence(text, {"recorded": True}))
+    counter += estimate_limits(load)
     if window["missing"]:
         text = f"{window['missing']} of {window['world_size']} ranks have no profile in this window"
         counter.append(Evidence(text))
@@ -259,12 +260,18 @@ def load_decision(load: Row, limits: Mapping[str, float]) -> Decision:
         status="inconclusive",
         severity="low",
         basis="measured" if load["placement"] == "recorded" or not by_rank else "inferred",
-        title=f"{name} gets {worst:.1f} x the mean tokens; what that costs is unknown without profiles of the ranks",
+        title=f"{name} gets {worst:.1f} x the mean tokens, at a cost that is unknown",
         culprit=place,
         victims=(),
         share_of_tail=None,
         window_ns=None,
         evidence=tuple(load_evidence(load)),
+        counter_evidence=(
+            Evidence(
+                "no profile of the ranks says whether time follows tokens: decode may wait for weights alone"
+            ),
+            *estimate_limits(load),
+        ),
         confirm_by=RULE.confirm_by,
     )
     return Decision(
@@ -321,12 +328,19 @@ def load_evidence(load: Row) -> list[Evidence]:
         evidence.append(
             Evidence(
                 f"estimate, placed by one window and scored on the next, {spare}: the busiest rank would get {gain['after']:.2f} x the mean "
-                f"instead of {gain['before']:.2f} x; with a placement {len(gain['after_age'])} windows old {gain['after_age'][-1]:.2f} x. "
-                "It counts tokens: memory for copies and the cost of moving experts are not in it",
+                f"instead of {gain['before']:.2f} x; with a placement {len(gain['after_age'])} windows old {gain['after_age'][-1]:.2f} x",
                 dict(gain),
             )
         )
     return evidence
+
+
+def estimate_limits(load: Row | None) -> list[Evidence]:
+    """What the estimate of another placement leaves out, where there is one."""
+    if not load or not load["gains"]:
+        return []
+    text = "the estimates count tokens: memory of copies, the cost of moving experts and copies that share unevenly are not in them"
+    return [Evidence(text)]
 
 
 def balance_decision(balance: Row, limits: Mapping[str, float]) -> Decision:

@@ -8,7 +8,8 @@ stepped AS (SELECT "window", bool_or(step IS NOT NULL) AS has_steps FROM work GR
 -- Passes outside of annotated steps (dummy batches) count only where no step is annotated at all.
 rounds AS (
     SELECT "window", "group", round, any_value(place) AS place, count(*) AS ranks, count(tokens) AS told,
-           max(work_ns) AS longest_ns, avg(work_ns) AS mean_ns, max(tokens) AS most, avg(tokens) AS mean_tokens
+           max(work_ns) AS longest_ns, avg(work_ns) AS mean_ns, max(tokens) AS most, avg(tokens) AS mean_tokens,
+           arg_max(tokens, work_ns) AS slowest_tokens
     FROM work JOIN stepped USING ("window") GROUP BY "window", "group", round
     HAVING count(*) >= 2 AND (bool_or(step IS NOT NULL) OR NOT any_value(has_steps))
 ),
@@ -54,12 +55,11 @@ evened AS (
           FROM apart a JOIN slopes s USING ("window") GROUP BY a."window", a."group", a.round)
     GROUP BY "window"
 ),
-gaps AS (
-    SELECT "window", sum(more_ns) AS more_ns, sum(more_tokens) AS more_tokens FROM beside WHERE is_busy GROUP BY "window"
-),
 totals AS (
     SELECT "window", count(*) AS rounds, count(*) FILTER (WHERE told = ranks) AS told_rounds, max(ranks) AS ranks,
            sum(longest_ns - mean_ns) AS lost_ns, sum(longest_ns) AS longest_ns,
+           sum(longest_ns - mean_ns) FILTER (WHERE told = ranks) AS more_ns,
+           sum(slowest_tokens - mean_tokens) FILTER (WHERE told = ranks) AS more_tokens,
            sum(most) FILTER (WHERE told = ranks) AS most, sum(mean_tokens) FILTER (WHERE told = ranks) AS mean_tokens
     FROM rounds GROUP BY "window"
 ),
@@ -114,13 +114,12 @@ balance AS (
     FROM metrics m JOIN (SELECT DISTINCT series, name FROM series WHERE name LIKE 'log:eplb_balancedness%') s USING (series)
     WHERE m.value > 0 AND m.value <= 1 GROUP BY ALL
 )
-SELECT 'work' AS told_by, w.*, t.* EXCLUDE ("window"), p.steps, p.step_ns, s.ns_per_token, s.ns_per_token_error, x.more_ns, x.more_tokens,
-       v.saved_ns, f.fixed_tokens, l.places, i.idle,
+SELECT 'work' AS told_by, w.*, t.* EXCLUDE ("window"), p.steps, p.step_ns, s.ns_per_token, s.ns_per_token_error,       v.saved_ns, f.fixed_tokens, l.places, i.idle,
        (SELECT bool_or(k.recorded) FROM expert_work k WHERE k."window" = w."window") AS recorded,
        (SELECT sum(own_ns) FROM rank_rounds) AS all_own_ns,
        c.klass AS tail_class, c.metric AS tail_metric, c.straggler_s, c.excess_s, c.slo_broken, c.tail_rule
 FROM windows w JOIN totals t USING ("window")
-LEFT JOIN spans p USING ("window") LEFT JOIN slopes s USING ("window") LEFT JOIN gaps x USING ("window") LEFT JOIN evened v USING ("window")
+LEFT JOIN spans p USING ("window") LEFT JOIN slopes s USING ("window") LEFT JOIN evened v USING ("window")
 LEFT JOIN fixed f USING ("window") LEFT JOIN places l USING ("window") LEFT JOIN idle i USING ("window") LEFT JOIN tail c ON true
 UNION ALL BY NAME
 SELECT 'load' AS told_by, * FROM (SELECT "set", instance, {kind: kind, placement: placement, experts: experts, spare: spare, layers: layers, ranks: ranks, steps: steps,
