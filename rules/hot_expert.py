@@ -23,8 +23,8 @@ from tailscope.model import (
 Row = Mapping[str, Any]
 #: Layers and ranks that are named.
 NAMED = 5
-#: Standard errors on each side that hold 95 % of a normal distribution.
-DEVIATIONS = 1.96
+#: Standard errors on each side that hold 95 % (Student's t with the 60 degrees of freedom that a short profile has).
+DEVIATIONS = 2.0
 
 
 def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:

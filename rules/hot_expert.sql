@@ -27,25 +27,29 @@ others AS (
     SELECT "window", "group", round, avg(work_ns) AS work_ns, avg(tokens) AS tokens FROM apart WHERE NOT is_busy
     GROUP BY "window", "group", round
 ),
+-- The busiest rank is held against itself over time, so its mean is taken off.
 beside AS (
-    SELECT a."window", a.place, a.ranks, a.is_busy, a.work_ns - o.work_ns AS more_ns, a.tokens - o.tokens AS more_tokens
+    SELECT a."window", a."group", a.round, a.place,
+           a.work_ns - o.work_ns - CASE WHEN a.is_busy THEN avg(a.work_ns - o.work_ns) OVER busy ELSE 0 END AS more_ns,
+           a.tokens - o.tokens - CASE WHEN a.is_busy THEN avg(a.tokens - o.tokens) OVER busy ELSE 0 END AS more_tokens
     FROM apart a JOIN others o USING ("window", "group", round)
+    WINDOW busy AS (PARTITION BY a."window", a.place, a.is_busy)
 ),
 fits AS (
-    SELECT "window", sum(n) AS n, sum(lost) AS lost, sum(sxx) AS sxx, sum(sxy) AS sxy, sum(syy) AS syy
-    FROM (
-        SELECT "window", count(*) AS n, sum(1 / (ranks - 1)) AS lost, sum(more_tokens * more_tokens) AS sxx, sum(more_tokens * more_ns) AS sxy,
-               sum(more_ns * more_ns) AS syy
-        FROM beside WHERE NOT is_busy GROUP BY "window"
-        UNION ALL
-        SELECT "window", count(*), 1, regr_sxx(more_ns, more_tokens), regr_sxy(more_ns, more_tokens), regr_syy(more_ns, more_tokens)
-        FROM beside WHERE is_busy GROUP BY "window", place
-    ) GROUP BY "window"
+    SELECT "window", sum(more_tokens * more_tokens) AS sxx, sum(more_tokens * more_ns) / sum(more_tokens * more_tokens) AS ns_per_token,
+           count(DISTINCT place) + 1 AS lost
+    FROM beside GROUP BY "window" HAVING sum(more_tokens * more_tokens) > 0
 ),
+-- Its error from the rounds' own scatter (clustered, White 1980): work that is longer varies more.
 slopes AS (
-    SELECT "window", sxy / sxx AS ns_per_token,
-           sqrt(greatest(syy - sxy * sxy / sxx, 0) / greatest(n - lost, 1) / sxx) AS ns_per_token_error
-    FROM fits WHERE sxx > 0 AND n - lost >= $rounds
+    SELECT "window", any_value(ns_per_token) AS ns_per_token,
+           sqrt(sum(score * score) * count(*) / (count(*) - any_value(lost))) / any_value(sxx) AS ns_per_token_error
+    FROM (
+        SELECT "window", any_value(ns_per_token) AS ns_per_token, any_value(sxx) AS sxx, any_value(lost) AS lost,
+               sum(more_tokens * (more_ns - ns_per_token * more_tokens)) AS score
+        FROM beside JOIN fits USING ("window") GROUP BY "window", "group", round
+    )
+    GROUP BY "window" HAVING count(*) - any_value(lost) >= $rounds / 2
 ),
 -- What the slowest rank of each round would take if all got the same number of tokens.
 evened AS (
@@ -111,10 +115,10 @@ tail AS (
 ),
 balance AS (
     SELECT coalesce(m.instance, '') AS instance, s.name, count(*) AS samples, median(m.value) AS usual, min(m.value) AS worst
-    FROM metrics m JOIN (SELECT DISTINCT series, name FROM series WHERE name LIKE 'log:eplb_balancedness%') s USING (series)
+    FROM metrics m JOIN (SELECT DISTINCT series, name FROM series WHERE name IN ('log:eplb_balancedness', 'log:sglang_expert_balancedness')) s USING (series)
     WHERE m.value > 0 AND m.value <= 1 GROUP BY ALL
 )
-SELECT 'work' AS told_by, w.*, t.* EXCLUDE ("window"), p.steps, p.step_ns, s.ns_per_token, s.ns_per_token_error,       v.saved_ns, f.fixed_tokens, l.places, i.idle,
+SELECT 'work' AS told_by, w.*, t.* EXCLUDE ("window"), p.steps, p.step_ns, s.ns_per_token, s.ns_per_token_error, v.saved_ns, f.fixed_tokens, l.places, i.idle,
        (SELECT bool_or(k.recorded) FROM expert_work k WHERE k."window" = w."window") AS recorded,
        (SELECT sum(own_ns) FROM rank_rounds) AS all_own_ns,
        c.klass AS tail_class, c.metric AS tail_metric, c.straggler_s, c.excess_s, c.slo_broken, c.tail_rule

@@ -38,7 +38,13 @@ VIEWS = (
     "profiles",
     "rank_windows",
     "rank_rounds",
+    "expert_work",
+    "expert_sets",
+    "metrics",
+    "series",
 )
+#: Tables of the trace, which are views of files: a case's rows take their place.
+TABLES = ("profiles", "metrics", "series")
 #: What a row is unless the case says otherwise.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "class_rows": {"observer": "engine", "basis": "requests", "slo_broken": False, "tail_rule": "above p99"},
@@ -55,6 +61,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "is_shortest": False, "caused_ns": 0, "own_ns": 0, "wait_ns": 0, "transfer_ns": 1_000_000, "slow_ns": 0,
         "end_ns": 11_000_000,
     },
+    "expert_work": {"window": 0, "group": "", "layer": 0, "recorded": False},
+    "expert_sets": {"set": 0, "instance": "a", "kind": "experts", "steps": 100, "windows": 1, "tokens": 100_000},
+    "metrics": {"instance": "a"},
+    "series": {"instance": "a"},
 }  # fmt: skip
 
 
@@ -67,8 +77,8 @@ def views(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trace]:
         writer.commit({"kind": "test"})
     with Trace(path) as trace:
         diagnose(trace, Config())
-        # A table of the trace is a view of files. A case's rows take its place.
-        trace.connection.execute("CREATE TEMP TABLE profiles AS FROM main.profiles")
+        for table in TABLES:
+            trace.connection.execute(f"CREATE TEMP TABLE {table} AS FROM main.{table}")
         yield trace
 
 
