@@ -349,7 +349,7 @@ def balance_decision(balance: Row, limits: Mapping[str, float]) -> Decision:
     if balance["name"] == "log:eplb_balancedness":
         meaning = "tokens of a rank summed over layers, which hides what single layers are"
     else:
-        meaning = "mean of the layers of a pass"
+        meaning = "mean of the layers of a pass; one with few tokens is uneven by chance"
     if ratio < limits["uneven"]:
         return Decision("clear", f"the engine reports a balancedness of {balance['usual']:.2f} ({meaning})")
     return Decision(
