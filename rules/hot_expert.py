@@ -213,6 +213,12 @@ def per_token(window: Row, recorded: bool) -> Evidence:
             "that are not the busiest",
             data,
         )
+    if window["bent"]:
+        return Evidence(
+            f"the busiest's expert work grows by {each:.3g} ns (± {DEVIATIONS * error:.2g}) with each token, over time; that of the "
+            f"others, which get fewer, by {window['others_ns_per_token']:.3g} ns: few tokens take as long as the weights do",
+            {**data, "others_ns_per_token": window["others_ns_per_token"]},
+        )
     return Evidence(
         f"expert work grows by {each:.3g} ns (± {DEVIATIONS * error:.2g}) with each token, by the other ranks and by the busiest over "
         "time: not by how the busiest differs from the others, which a slow device would explain as well",
@@ -396,6 +402,12 @@ RULE = Rule(
             "Where tokens explain less than half of the difference, something else is the larger cause.",
         ),
         Threshold("rounds", 20, "", "Fewer passes through experts than twenty give no slope to trust."),
+        Threshold(
+            "bends",
+            3,
+            "x error",
+            "Two slopes that differ by three times their error are two: time does not grow evenly with tokens.",
+        ),
         Threshold(
             "uneven",
             1.2,

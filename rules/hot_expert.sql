@@ -29,33 +29,54 @@ others AS (
 ),
 -- The busiest rank is held against itself over time, so its mean is taken off.
 beside AS (
-    SELECT a."window", a."group", a.round, a.place,
+    SELECT a."window", a."group", a.round, a.place, a.is_busy, a.tokens,
            a.work_ns - o.work_ns - CASE WHEN a.is_busy THEN avg(a.work_ns - o.work_ns) OVER busy ELSE 0 END AS more_ns,
            a.tokens - o.tokens - CASE WHEN a.is_busy THEN avg(a.tokens - o.tokens) OVER busy ELSE 0 END AS more_tokens
     FROM apart a JOIN others o USING ("window", "group", round)
     WINDOW busy AS (PARTITION BY a."window", a.place, a.is_busy)
 ),
+parts AS (
+    SELECT *, CASE WHEN is_busy THEN 'busy' ELSE 'others' END AS part FROM beside
+    UNION ALL
+    SELECT *, 'all' FROM beside
+),
 fits AS (
-    SELECT "window", sum(more_tokens * more_tokens) AS sxx, sum(more_tokens * more_ns) / sum(more_tokens * more_tokens) AS ns_per_token,
+    SELECT "window", part, sum(more_tokens * more_tokens) AS sxx, sum(more_tokens * more_ns) / sum(more_tokens * more_tokens) AS slope,
            count(DISTINCT place) + 1 AS lost
-    FROM beside GROUP BY "window" HAVING sum(more_tokens * more_tokens) > 0
+    -- What is left of equal numbers by rounding is no difference.
+    FROM parts GROUP BY "window", part HAVING sum(more_tokens * more_tokens) > 1e-12 * sum(tokens * tokens)
 ),
 -- Its error from the rounds' own scatter (clustered, White 1980): work that is longer varies more.
-slopes AS (
-    SELECT "window", any_value(ns_per_token) AS ns_per_token,
-           sqrt(sum(score * score) * count(*) / (count(*) - any_value(lost))) / any_value(sxx) AS ns_per_token_error
+errors AS (
+    SELECT "window", part, any_value(slope) AS slope,
+           sqrt(sum(score * score) * count(*) / (count(*) - any_value(lost))) / any_value(sxx) AS error
     FROM (
-        SELECT "window", any_value(ns_per_token) AS ns_per_token, any_value(sxx) AS sxx, any_value(lost) AS lost,
-               sum(more_tokens * (more_ns - ns_per_token * more_tokens)) AS score
-        FROM beside JOIN fits USING ("window") GROUP BY "window", "group", round
+        SELECT "window", part, any_value(slope) AS slope, any_value(sxx) AS sxx, any_value(lost) AS lost,
+               sum(more_tokens * (more_ns - slope * more_tokens)) AS score
+        FROM parts JOIN fits USING ("window", part) GROUP BY "window", part, "group", round
     )
-    GROUP BY "window" HAVING count(*) - any_value(lost) >= $rounds / 2
+    GROUP BY "window", part HAVING count(*) - any_value(lost) >= $rounds / 2
+),
+-- Where time bends, because few tokens take as long as the weights do, the busiest rank's own slope holds for what is
+-- beyond the mean, and the others' for what they would get.
+slopes AS (
+    SELECT "window", bent, others AS others_ns_per_token, CASE WHEN bent THEN busy ELSE every END AS ns_per_token,
+           CASE WHEN bent THEN busy_error ELSE every_error END AS ns_per_token_error, CASE WHEN bent THEN others ELSE every END AS below
+    FROM (
+        SELECT *, coalesce(abs(busy - others) > $bends * sqrt(busy_error * busy_error + others_error * others_error), false) AS bent
+        FROM (SELECT "window", max(slope) FILTER (WHERE part = 'all') AS every, max(error) FILTER (WHERE part = 'all') AS every_error,
+                     max(slope) FILTER (WHERE part = 'busy') AS busy, max(error) FILTER (WHERE part = 'busy') AS busy_error,
+                     max(slope) FILTER (WHERE part = 'others') AS others, max(error) FILTER (WHERE part = 'others') AS others_error
+              FROM errors GROUP BY "window")
+    )
+    WHERE every IS NOT NULL
 ),
 -- What the slowest rank of each round would take if all got the same number of tokens.
 evened AS (
     SELECT "window", sum(longest_ns - even_ns) AS saved_ns
     FROM (SELECT a."window", any_value(a.longest_ns) AS longest_ns,
-                 max(a.work_ns - greatest(s.ns_per_token, 0) * (a.tokens - a.mean_tokens)) AS even_ns
+                 max(a.work_ns - greatest(CASE WHEN a.tokens > a.mean_tokens THEN s.ns_per_token ELSE s.below END, 0)
+                     * (a.tokens - a.mean_tokens)) AS even_ns
           FROM apart a JOIN slopes s USING ("window") GROUP BY a."window", a."group", a.round)
     GROUP BY "window"
 ),
@@ -118,7 +139,7 @@ balance AS (
     FROM metrics m JOIN (SELECT DISTINCT series, name FROM series WHERE name IN ('log:eplb_balancedness', 'log:sglang_expert_balancedness')) s USING (series)
     WHERE m.value > 0 AND m.value <= 1 GROUP BY ALL
 )
-SELECT 'work' AS told_by, w.*, t.* EXCLUDE ("window"), p.steps, p.step_ns, s.ns_per_token, s.ns_per_token_error, v.saved_ns, f.fixed_tokens, l.places, i.idle,
+SELECT 'work' AS told_by, w.*, t.* EXCLUDE ("window"), p.steps, p.step_ns, s.ns_per_token, s.ns_per_token_error, s.bent, s.others_ns_per_token, v.saved_ns, f.fixed_tokens, l.places, i.idle,
        (SELECT bool_or(k.recorded) FROM expert_work k WHERE k."window" = w."window") AS recorded,
        (SELECT sum(own_ns) FROM rank_rounds) AS all_own_ns,
        c.klass AS tail_class, c.metric AS tail_metric, c.straggler_s, c.excess_s, c.slo_broken, c.tail_rule

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from tailscope.store import Trace
 
 (RULE, SQL) = next((rule, sql) for rule, sql in registry.rules() if rule.name == "hot-expert")
 US = rank_worlds.US
+Floats = NDArray[np.float64]
 EVEN = ((1.0,) * 4,)
 #: Rank 2 gets twice an even share in all layers.
 SKEWED = ((1.0, 1.0, 2.4, 1.0),)
@@ -201,6 +202,139 @@ def test_a_recording_stands_for_tokens_that_profiles_lack(tmp_path: Path) -> Non
     assert findings == []
 
 
+# -- many worlds, without the profiles around them --------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def views(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trace]:
+    """A diagnosed trace without anything: the views are there, and empty."""
+    table = loads(np.zeros((1, 1, 1), np.int64))
+    with worlds.aligned(tmp_path_factory.mktemp("views") / "t", {"expert_load": table}) as trace:
+        diagnose(trace, Config())
+        yield trace
+
+
+def judged(
+    trace: Trace, work: Floats, tokens: Floats, step_ns: float = 4e6
+) -> tuple[Decision, dict[str, Any]]:
+    """The rule on work (ns) and tokens, rounds x layers x ranks, in steps that take so long in each layer beside it."""
+    rounds, layers, ranks = work.shape
+    step, layer, rank = (place.reshape(-1) for place in np.indices(work.shape))
+    number = step * layers + layer
+    columns = {
+        "window": np.zeros(len(step), np.int64), "group": [""] * len(step), "round": number, "rank": rank, "step": step,
+        "layer": layer, "work_ns": work.reshape(-1).astype(np.int64),
+    }  # fmt: skip
+    spans = np.repeat(np.arange(rounds), ranks)
+    trace.connection.execute("DELETE FROM expert_work; DELETE FROM rank_rounds; DELETE FROM rank_windows")
+    told = pa.table({**columns, "tokens": pa.array(tokens.reshape(-1)), "recorded": [False] * len(step)})
+    whole = work.max(axis=2).sum(axis=1) + layers * step_ns
+    rows = {
+        "window": np.zeros(len(spans), np.int64), "rank": np.tile(np.arange(ranks), rounds), "step": spans,
+        "start_ns": spans * 10**10, "end_ns": spans * 10**10 + whole[spans].astype(np.int64),
+    }  # fmt: skip
+    for name, table in {
+        "expert_work": told,
+        "rank_rounds": pa.table(rows),
+        "rank_windows": pa.table({"window": [0], "world": ["w"]}),
+    }.items():
+        trace.connection.register("made", table)
+        trace.connection.execute(f"INSERT INTO {name} BY NAME SELECT * FROM made")
+        trace.connection.unregister("made")
+    parameters = {name: value for name, value in RULE.limits.items() if f"${name}" in SQL}
+    [row] = [r for r in trace.rows(SQL, parameters) if r["told_by"] == "work"]
+    return RULE.decide([row], RULE.limits), row
+
+
+@dataclass(frozen=True)
+class Family:
+    """Random worlds of one kind: shares of the ranks (spread of the logarithm), that stay for so many steps, and what time does."""
+
+    skew: float = 0.0
+    stays: int = 1_000
+    per_token_ns: float = 1_000.0
+    fixed_ns: float = 200_000.0
+    #: Weights take at least so long, however few the tokens.
+    least_ns: float = 0.0
+    slow: float = 1.0
+    noise: float = 0.05
+    tokens: int = 1_000
+
+    def world(self, seed: int) -> tuple[Floats, Floats, Floats]:
+        """Work and tokens, and the work if all ranks got the same, rounds x layers x ranks."""
+        rng = np.random.default_rng([7, seed])
+        ranks, layers, steps = int(rng.choice([2, 4, 8])), 6, 24
+        shares = np.exp(self.skew * rng.standard_normal((-(-steps // self.stays), layers, ranks)))
+        shares = (shares / shares.mean(axis=2, keepdims=True)).repeat(self.stays, axis=0)[:steps]
+        load = rng.gamma(8, 1 / 8, (steps, layers, 1))  # batches differ
+        tokens = rng.poisson(self.tokens * load * shares).astype(float)
+        device = np.ones(ranks)
+        device[rng.integers(ranks)] = self.slow
+        varies = device * np.exp(self.noise * rng.standard_normal(tokens.shape))
+        even = np.broadcast_to(tokens.mean(axis=2, keepdims=True), tokens.shape)
+        return self.takes(tokens) * varies, tokens, self.takes(even) * varies
+
+    def takes(self, tokens: Floats) -> Floats:
+        return np.maximum(self.fixed_ns + self.per_token_ns * tokens, self.least_ns)
+
+
+QUIET = {
+    "even": Family(),
+    "noise": Family(noise=0.3),
+    "few tokens": Family(tokens=8, per_token_ns=20_000),
+    "slow device": Family(slow=1.6),
+    "uneven, but weights decide": Family(skew=0.5, per_token_ns=20.0, fixed_ns=1e6),
+    "uneven, weights decide, slow device": Family(skew=0.3, per_token_ns=20.0, fixed_ns=1e6, slow=1.8),
+    "nothing follows anything": Family(skew=0.5, per_token_ns=0.0, fixed_ns=1e6, noise=0.3),
+}
+HOT_ONES = {
+    "stays": Family(skew=0.6),
+    "moves": Family(skew=0.6, stays=4),
+    "stays, in noise": Family(skew=0.6, noise=0.2),
+    "only many tokens cost time": Family(skew=0.8, fixed_ns=0.0, least_ns=1.2e6),
+}
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_no_false_alarms(views: Trace, name: str) -> None:
+    for seed in range(25):
+        work, tokens, _ = QUIET[name].world(seed)
+        decision, _ = judged(views, work, tokens)
+        assert decision.status in ("clear", "inconclusive"), f"world {seed}: {decision.reason}"
+
+
+@pytest.mark.parametrize("name", HOT_ONES)
+def test_hot_experts_are_found_where_they_cost(views: Trace, name: str) -> None:
+    statuses, said, saves = [], [], []
+    for seed in range(25):
+        work, tokens, even = HOT_ONES[name].world(seed)
+        decision, row = judged(views, work, tokens)
+        saved = (work.max(axis=2) - even.max(axis=2)).sum()
+        # Worlds that lie near the threshold may go either way.
+        if saved / row["step_ns"] > 0.08:
+            statuses.append(decision.status)
+            said.append(row["saved_ns"])
+            saves.append(saved)
+    assert len(statuses) > 10
+    assert statuses.count("found") >= 0.9 * len(statuses)
+    assert "clear" not in statuses
+    # Where time bends, less is promised than would be saved.
+    assert 0.75 * np.sum(saves) < np.sum(said) < 1.1 * np.sum(saves)
+
+
+def test_the_stated_error_of_the_slope_holds(views: Trace) -> None:
+    covered = []
+    for family in (QUIET["even"], QUIET["noise"], HOT_ONES["stays"], HOT_ONES["moves"]):
+        for seed in range(25):
+            work, tokens, _ = family.world(seed)
+            _, row = judged(views, work, tokens)
+            if not row["bent"]:
+                covered.append(
+                    abs(row["ns_per_token"] - family.per_token_ns) <= 2 * row["ns_per_token_error"]
+                )
+    assert np.mean(covered) >= 0.93 - 0.05  # two standard errors of 100 worlds
+
+
 # -- recordings alone ------------------------------------------------------------------------------
 
 
@@ -266,7 +400,7 @@ def test_one_rank_of_several_says_nothing_of_ranks(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_rows_that_cannot_be_are_left_out(tmp_path: Path, column: str, value: int | None) -> None:
     table = loads(skewed(8, 2, 8))
-    odd, whole = table.slice(0, 1), sum(table["tokens"].to_pylist())
+    odd, whole = table.slice(0, 1), sum(filter(None, table["tokens"].to_pylist()))
     odd = odd.set_column(odd.schema.get_field_index(column), column, pa.array([value], pa.int64()))
     found = sets(tmp_path, pa.concat_tables([table, odd]))
     assert [s["experts"] for s in found] == [8]
