@@ -86,6 +86,7 @@ class TorchArchive:
     """
 
     def __init__(self, file: IO[bytes]) -> None:
+        self._size = file.seek(0, io.SEEK_END)
         try:
             self._zip = zipfile.ZipFile(file)
         except (zipfile.BadZipFile, ValueError, NotImplementedError, OSError) as error:
@@ -142,8 +143,8 @@ class TorchArchive:
             raise Refused("a storage is missing from the archive")
         if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
             raise Refused("an entry is compressed or encrypted, as torch.save never does")
-        if entry.file_size != entry.compress_size or entry.file_size > most:
-            raise Refused(f"an entry is larger than the {most:,} bytes it may have")
+        if entry.file_size != entry.compress_size or entry.file_size > min(most, self._size):
+            raise Refused(f"an entry is larger than the {min(most, self._size):,} bytes it may have")
         try:
             return self._zip.read(entry)
         except (zipfile.BadZipFile, EOFError, OSError, ValueError, NotImplementedError, zlib.error) as error:

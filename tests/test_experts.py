@@ -18,8 +18,10 @@ from rank_worlds import World
 from tailscope import registry
 from tailscope.config import Config
 from tailscope.engine import diagnose, judge
+from tailscope.ingest import ingest
 from tailscope.model import Decision, Diagnosis
 from tailscope.schema import EXPERT_LOAD
+from tailscope.source import Options
 from tailscope.store import Trace
 
 (RULE, SQL) = next((rule, sql) for rule, sql in registry.rules() if rule.name == "hot-expert")
@@ -384,6 +386,18 @@ def test_slots_say_where_experts_are_and_how_many_ranks(tmp_path: Path) -> None:
     assert (found["expert_layer"], found["expert"]) == (0, 0)
     assert found["gains"][0]["spare"] == 2
     assert found["gains"][0]["after"] == pytest.approx(1.0, abs=0.15)
+
+
+def test_a_file_of_the_recorder_is_diagnosed(tmp_path: Path) -> None:
+    case = Path(__file__).parent / "collectors" / "sglang_experts" / "stat" / "input.pt"
+    ingest([case], tmp_path / "t", config=Config(), options=Options())
+    with Trace(tmp_path / "t", threads=1) as trace:
+        result = diagnose(trace, Config())
+        [found] = trace.rows("FROM expert_sets")
+    assert (found["steps"], found["layers"], found["experts"], found["tokens"]) == (2, 2, 4, 32)
+    [check] = [c for c in result.checks if c.rule == RULE.name]
+    # Eight tokens of a layer are too few to be more uneven than by chance.
+    assert check.status == "clear"
 
 
 def test_one_rank_of_several_says_nothing_of_ranks(tmp_path: Path) -> None:

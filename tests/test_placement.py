@@ -172,12 +172,15 @@ def test_chance_is_what_a_fair_router_does() -> None:
     assert np.isnan(max_over_mean(np.zeros((1, 4)))).all()
 
 
-@needs_corpus
-@pytest.mark.corpus
-def test_real_loads_of_a_deepseek_model() -> None:
+def real_loads() -> Floats:
     path = CORPUS / "omni-expert-load/omni/accelerators/planner/utils/tools/data/sample_Rand_count.csv"
     with path.open(newline="") as file:
-        loads = np.array([[float(cell) for cell in row[1:]] for row in list(csv.reader(file))[1:]])
+        return np.array([[float(cell) for cell in row[1:]] for row in list(csv.reader(file))[1:]])
+
+
+@needs_corpus
+def test_real_loads_of_a_deepseek_model() -> None:
+    loads = real_loads()
     assert loads.shape == (58, 256)
     ratios = max_over_mean(loads)
     assert (round(ratios.min(), 1), round(float(np.median(ratios)), 1), ratios.max()) == (5.0, 26.1, 32.0)
@@ -190,3 +193,19 @@ def test_real_loads_of_a_deepseek_model() -> None:
     assert (moved <= now + 1e-9).all()
     assert float(np.median(moved)) > 1.5
     assert float(np.median(spread)) < 1.1
+
+
+@needs_corpus
+@pytest.mark.parametrize(
+    ("pattern", "median", "worst"),
+    [("base_patterns/DSV3_baseline_16_devices_58_MoE_Layers", 2.72, 16.0), ("placement_pattern_*", 2.45, 6.0)],
+)  # fmt: skip
+def test_real_placements(pattern: str, median: float, worst: float) -> None:
+    """Placements of others, ranks x layers x experts: the engine's own is the contiguous one, a fitted one is better."""
+    folder = CORPUS / "omni-expert-load/examples/omniinfer/omni/accelerators/placement/patterns"
+    [path] = folder.glob(f"{pattern}.npy")
+    held = np.load(path, allow_pickle=False)
+    placement = np.stack([np.concatenate([np.flatnonzero(r[layer]) for r in held]) for layer in range(58)])
+    assert (placement == contiguous(58, 256)).all() == pattern.startswith("base")
+    ratios = max_over_mean(rank_loads(real_loads(), placement, 16))
+    assert (round(float(np.median(ratios)), 2), round(float(ratios.max()), 2)) == (median, worst)

@@ -100,6 +100,19 @@ def test_too_many_operations_are_refused_before_they_are_carried_out(
         read(archive(tmp_path / "x.pt", b"\x80\x02(" + b"K\x01" * 2_000 + b"t."))
 
 
+def test_a_directory_that_promises_more_than_the_file_has_is_refused(tmp_path: Path) -> None:
+    elements = 1 << 28
+    path = archive(
+        tmp_path / "x.pt", pickled_counts("IntStorage", elements, (1, 2, 2), (4, 2, 1)), {"0": b"\0" * 16}
+    )
+    content = bytearray(path.read_bytes())
+    entry = content.index(b"PK\x01\x02", content.rindex(b"a/data/0") - 60)
+    content[entry + 20 : entry + 28] = (elements * 4).to_bytes(4, "little") * 2
+    path.write_bytes(bytes(content))
+    with pytest.raises(BadInput, match="larger than"):
+        read(path)
+
+
 def damaged(content: bytes, rng: random.Random) -> bytes:
     changed = bytearray(content)
     for _ in range(rng.randint(1, 6)):
