@@ -39,6 +39,18 @@ GAUGES = tuple(
     )
 )
 
+#: Numbers of EPLB's lines, which are events too. Balancedness is mean over max, imbalance max over mean; tokens are those of a
+#: rank, summed over the layers, which hides what single layers are.
+EPLB = tuple(
+    (re.compile(pattern), name)
+    for pattern, name in (
+        (rb"EPLB step: .*?\bavg_tokens=([\d.]{1,40})", "log:eplb_avg_tokens"),
+        (rb"EPLB step: .*?\bmax_tokens=([\d.]{1,40})", "log:eplb_max_tokens"),
+        (rb"EPLB step: .*?\bbalancedness=([\d.]{1,40})", "log:eplb_balancedness"),
+        (rb"\[EPLB\] Skip rearrange: imbalance ([\d.]{1,40}) ->", "log:eplb_imbalance"),
+    )
+)
+
 #: Lines that are an event as they stand. The groups that matched are its detail.
 EVENTS = tuple(
     (kind, re.compile(pattern))

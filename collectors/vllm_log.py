@@ -27,6 +27,7 @@ from ._vllm_log_lines import (
     AUTOTUNING,
     DEATH,
     ENGINE,
+    EPLB,
     GAUGES,
     HEADER,
     INTERNAL,
@@ -56,7 +57,7 @@ Rows = list[dict[str, Any]]
 @dataclass(frozen=True)
 class VllmLog:
     name: ClassVar[str] = "vllm_log"
-    version: ClassVar[str] = "1"
+    version: ClassVar[str] = "2"
     reads: ClassVar[str] = "Logs of a vLLM server, also with the prefixes of Docker, Kubernetes and journald."
     tables: ClassVar[tuple[Table, ...]] = (ITERATIONS, METRICS, SERIES, EVENTS)
 
@@ -210,8 +211,6 @@ class _Reader:
         self.steps.add(Step((line.process, line.engine), line.low, line.high, elapsed_ns or 0, row))
 
     def _statistics(self, line: _Line, message: bytes) -> None:
-        engine = line.engine
-        labels = {} if engine is None else {"engine": str(engine)}
         known = False
         for pattern, name, divisor in GAUGES:
             if not (found := pattern.search(message)):
@@ -220,20 +219,23 @@ class _Reader:
             value = self._number(line, found[1], 100 if divisor == 100 else 1e18)
             if value is None:
                 continue
-            series = series_id(name, labels)
-            self.metrics.append(
-                {"engine": engine, "time_ns": line.middle, "series": series, "value": value / divisor}
-            )
-            if series not in self.series:
-                self.series[series] = {
-                    "engine": engine,
-                    "series": series,
-                    "name": name,
-                    "type": "gauge",
-                    "labels": list(labels.items()),
-                }
+            self._gauge(line, name, value / divisor)
         if not known:
             self.tally.reject("statistics line cannot be read", f"line {line.number}")
+
+    def _gauge(self, line: _Line, name: str, value: float) -> None:
+        engine = line.engine
+        labels = {} if engine is None else {"engine": str(engine)}
+        series = series_id(name, labels)
+        self.metrics.append({"engine": engine, "time_ns": line.middle, "series": series, "value": value})
+        if series not in self.series:
+            self.series[series] = {
+                "engine": engine,
+                "series": series,
+                "name": name,
+                "type": "gauge",
+                "labels": list(labels.items()),
+            }
 
     def _event(self, line: _Line, level: bytes, message: bytes) -> bool:
         if level in (b"ERROR", b"CRITICAL"):
@@ -273,8 +275,18 @@ class _Reader:
         for kind, pattern in EVENT_LINES:
             if found := pattern.match(message):
                 self._add(line, kind, " ".join(part.decode() for part in found.groups() if part))
+                if kind == "eplb":
+                    self._loads(line, message)
                 return True
         return False
+
+    def _loads(self, line: _Line, message: bytes) -> None:
+        """Numbers of a line of the expert balancer's."""
+        for pattern, name in EPLB:
+            if (found := pattern.match(message)) and (
+                value := self._number(line, found[1], 1e18)
+            ) is not None:
+                self._gauge(line, name, value)
 
     def _without_time(self, line: bytes) -> bool:
         if self.last is None:

@@ -8,7 +8,7 @@ WITH windows AS (
 ),
 lengths AS (
     SELECT "window", count(*) AS steps, sum(replayed_ns) AS replayed_ns, sum(replayed_ns - usual_transfers_ns) AS beyond_usual_ns
-    FROM step_costs GROUP BY "window"
+    FROM step_replays GROUP BY "window"
 ),
 rounds AS (FROM rank_rounds WHERE complete AND at_step IS NOT NULL),
 clocks AS (SELECT "window", bool_and(basis <> 'one host') AS by_ends FROM rank_clocks GROUP BY "window"),

@@ -47,7 +47,7 @@ series AS (
     GROUP BY w."window", w.rank
 ),
 replayed AS (
-    SELECT "window", sum(replayed_ns) AS replayed_ns, sum(no_skew_ns) AS no_skew_ns FROM step_costs GROUP BY "window"
+    SELECT "window", sum(replayed_ns) AS replayed_ns, sum(no_skew_ns) AS no_skew_ns FROM step_replays GROUP BY "window"
 ),
 leads AS (
     SELECT "window", rank, count(*) AS lead_steps

@@ -21,6 +21,7 @@ from tailscope.ledger.histogram import ALL, histogram_rows
 from tailscope.ledger.what_if import write_what_if
 from tailscope.model import Check, ClassRow, Decision, Diagnosis, Finding, Rule, Verdict, VerdictStatus
 from tailscope.ranks.compared import write_ranks
+from tailscope.ranks.experts import write_expert_loads
 from tailscope.schema import TABLES
 from tailscope.store import Trace
 
@@ -47,6 +48,7 @@ def diagnose(trace: Trace, config: Config, scope: Scope | None = None) -> Diagno
             names = ", ".join(c.name for c in config.classes)
             raise UsageError(f"objective for class {slo.klass!r}: no such class; there are {names} and {ALL}")
     write_ranks(trace, scope)
+    write_expert_loads(trace, scope)
     ledger = write_bills(trace, _limits(trace))
     classes = write_contrast(trace, ledger, config.slos, scope.klass)
     if not any(row.n for row in classes):

@@ -297,10 +297,23 @@ EXPERT_LOAD = Table(
         *_instance(),
         Column("world", TEXT, "", "Torch world."),
         Column("step", INT, "", "Step or window."),
-        Column("rank", INT, "", "Rank in the world."),
+        Column("rank", INT, "", "Rank in the world that counted the tokens; NULL where ranks are summed."),
         Column("layer", INT, "", "Model layer."),
-        Column("expert", INT, "", "Expert."),
-        Column("tokens", INT, "tokens", "Tokens routed to the expert."),
+        Column("expert", INT, "", "Logical expert, from 0."),
+        Column(
+            "slot",
+            INT,
+            "",
+            "Place of a copy of the expert among those of all ranks, in their order, from 0; NULL where copies are summed.",
+        ),
+        Column(
+            "tokens",
+            INT,
+            "tokens",
+            "Tokens routed to the expert. Zeros are left out, but for the last expert's or slot's, which says how many "
+            "there are.",
+        ),
+        Column("recorded_ns", INT, "ns", "When the recording was written; its steps came before."),
     ),
     sort=("world", "rank", "step"),
 )

@@ -68,7 +68,7 @@ def what_if(trace: Trace, config: Config, scope: Scope) -> list[WindowWhatIf]:
         "any_value(s.no_skew) AS no_skew, any_value(s.usual) AS usual, any_value(s.balanced) AS balanced, any_value(s.transfer) AS transfer "
         'FROM rank_windows w JOIN (SELECT "window", count(*) AS steps, sum(replayed_ns)::DOUBLE AS replayed, '
         "sum(no_skew_ns)::DOUBLE AS no_skew, sum(usual_transfers_ns)::DOUBLE AS usual, sum(balanced_ns)::DOUBLE AS balanced, "
-        'sum(transfer_ns)::DOUBLE AS transfer FROM step_costs GROUP BY "window") s ON s."window" = w."window" '
+        'sum(transfer_ns)::DOUBLE AS transfer FROM step_replays GROUP BY "window") s ON s."window" = w."window" '
         'WHERE used GROUP BY w."window" ORDER BY w."window"'
     )
     return [_window(trace, row) for row in windows if row["replayed"] > 0]

@@ -110,6 +110,12 @@ class World:
     tokens_are_ids: bool = False
     #: Else the tokens that the experts of a rank get in each dispatch.
     tokens: Mapping[int, int] = field(default_factory=dict)
+    #: Tokens routed in each layer of a step, as chance has it by the ranks' shares: by step, layer and rank, the first two
+    #: repeated as often as needed. Each takes its rank's experts so long, beside `expert_ns`.
+    routed: int = 0
+    shares: tuple[tuple[tuple[float, ...], ...], ...] = ()
+    token_ns: float = 0.0
+    tells_tokens: bool = True
 
     def of(self, values: Sequence[Any], rank: int, default: Any = 0) -> Any:
         return values[rank] if values else default
@@ -131,6 +137,8 @@ class Round:
     left: dict[int, float]
     #: What each rank did since the collective before: phase -> ns.
     work: dict[int, dict[str, float]]
+    #: Tokens that each rank got in it, where they are routed by chance.
+    tokens: dict[int, int] = field(default_factory=dict)
 
     @property
     def last(self) -> int:
@@ -183,6 +191,18 @@ class _Life:
         self.done: list[dict[str, float]] = [{} for _ in self.everyone]
         self.rounds: list[Round] = []
         self.seqs: dict[str, int] = {}
+        self.tokens: dict[int, int] = {}
+
+    def route(self, step: int | None, layer: int) -> None:
+        """Tokens of the layer that comes."""
+        world = self.world
+        if world.routed and step is not None:
+            of_step = world.shares[step % len(world.shares)]
+            shares = np.array(of_step[layer % len(of_step)])
+            drawn = self.rng.multinomial(world.routed, shares / shares.sum())
+            self.tokens = dict(enumerate(drawn.tolist()))
+        else:
+            self.tokens = {}
 
     def begin(self) -> None:
         """A window of profiles."""
@@ -194,7 +214,8 @@ class _Life:
         world = self.world
         common = np.exp(self.rng.normal(0, world.load)) if world.load else 1.0
         for rank in self.everyone:
-            took = mean_ns * common * np.exp(self.rng.normal(0, world.noise))
+            mine = world.token_ns * self.tokens.get(rank, 0) if phase == "expert" else 0.0
+            took = (mean_ns + mine) * common * np.exp(self.rng.normal(0, world.noise))
             for slow in world.slow:
                 if slow.rank == rank and step is not None and slow.at(step, layer, phase):
                     took *= slow.factor
@@ -221,6 +242,8 @@ class _Life:
             self.seqs[group] = self.seqs.get(group, -1) + 1
             seq = self.seqs[group]
             self.rounds.append(Round(number, kind, phase, group, seq, step, layer, members, came, left, did))
+            if place == "in":
+                self.rounds[-1].tokens = self.tokens
             for rank in members:
                 self.done[rank] = {}
 
@@ -236,6 +259,7 @@ def live(world: World) -> Lived:
                     life.work("attention", world.attention_ns, step, layer)
                     if world.tp > 1:
                         life.meet("tp", life.engines, step, layer)
+                    life.route(step, layer)
                     life.meet("in", [life.everyone], step, layer)
                     life.work("expert", world.expert_ns, step, layer)
                     life.meet("out", [life.everyone], step, layer)
@@ -334,7 +358,7 @@ def _show(lived: Lived, window: int, rank: int, copy: int, gathered: dict[str, _
             duration_ns=at(r.left[rank]) - at(r.came[rank]), collective=r.kind, bytes_in=4096,
             group=r.group if named else None, group_size=len(r.ranks) if named else None,
             seq=r.seq if named else None,
-            tokens=r.id if world.tokens_are_ids else world.tokens.get(rank) if r.phase == "dispatch" else None,
+            tokens=r.id if world.tokens_are_ids else _tokens(world, r, rank),
         )  # fmt: skip
         events += 1
     for step, (low, high) in sorted(steps.items()):
@@ -348,6 +372,12 @@ def _show(lived: Lived, window: int, rank: int, copy: int, gathered: dict[str, _
         first_ns=at(begin), last_ns=at(finish), exported_ns=at(finish + 1 * MS), steps=len(steps), captures=0,
         events=events,
     )  # fmt: skip
+
+
+def _tokens(world: World, r: Round, rank: int) -> int | None:
+    if r.phase != "dispatch" or not world.tells_tokens:
+        return None
+    return r.tokens.get(rank, world.tokens.get(rank))
 
 
 def _step(world: World, rank: int, step: int | None) -> int | None:

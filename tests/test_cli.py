@@ -112,7 +112,7 @@ def test_json_keeps_its_schema(trace: Path) -> None:
     jsonschema.validate(document, schema())
     assert document["verdict"]["status"] == "found"
     assert [f["rule"] for f in document["findings"]] == ["preemption-storm", "hol-coupling"]
-    assert {c["rule"] for c in document["checks"]} == {"hol-coupling", "preemption-storm", "straggler-rank"}
+    assert {c["rule"] for c in document["checks"]} >= {"hol-coupling", "preemption-storm", "straggler-rank"}
 
 
 def test_fail_on(trace: Path) -> None:

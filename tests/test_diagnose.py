@@ -234,7 +234,7 @@ def test_a_quiet_run_stays_quiet(tmp_path: Path) -> None:
     # The step in which the profiler wrote its trace is named, with what the log says of that time.
     assert "One step took 20.7 s longer than its batch accounts for, from 14:58:3" in diagnosis.verdict.text
     assert "profiler" in diagnosis.verdict.text
-    assert {c.status for c in diagnosis.checks} == {"clear"}
+    assert {c.status for c in diagnosis.checks if c.rule != "hot-expert"} == {"clear"}
     # Of what the batches do not account for next to nothing is left beside the pauses.
     assert row(diagnosis, "<512", "E2E").excess["pause"] == pytest.approx(20.8, abs=0.1)
     assert trust(diagnosis, "unexplained")[0][0] == "pass"
@@ -244,7 +244,9 @@ def test_a_quiet_run_stays_quiet(tmp_path: Path) -> None:
 def test_a_slow_rank_is_not_taken_for_coupling_or_preemption(tmp_path: Path) -> None:
     diagnosis = judged(traced(CAPTURES / "vllm-cpu" / "run2-moe-tp2", tmp_path))
     assert {f.rule for f in diagnosis.findings if f.severity in ("high", "medium")} == {"straggler-rank"}
-    assert {c.status for c in diagnosis.checks if c.rule != "straggler-rank"} == {"clear"}
+    assert {c.status for c in diagnosis.checks if c.rule not in ("straggler-rank", "hot-expert")} == {"clear"}
+    # Experts of this run are split by tensor parallelism: nothing is dispatched.
+    assert {c.rule: c.status for c in diagnosis.checks}["hot-expert"] == "no-data"
 
 
 @needs_captures
@@ -254,7 +256,10 @@ def test_beside_a_slow_rank_prefill_on_the_other_engine_counts(tmp_path: Path) -
     first, *others = [f for f in diagnosis.findings if f.severity in ("high", "medium")]
     assert (first.rule, first.severity) == ("straggler-rank", "high")
     assert [(f.rule, f.culprit.id, f.severity) for f in others] in ([], [("hol-coupling", "<8k", "medium")])
-    assert {c.rule: c.status for c in diagnosis.checks}["preemption-storm"] == "clear"
+    statuses = {c.rule: c.status for c in diagnosis.checks}
+    assert statuses["preemption-storm"] == "clear"
+    # The late rank is late in expert compute, but nothing says how many tokens it got.
+    assert statuses["hot-expert"] == "inconclusive"
 
 
 @needs_captures
@@ -319,7 +324,7 @@ def test_less_telemetry_decides_less_and_says_what_is_missing(tmp_path: Path, pa
     for name in names:
         (shutil.copytree if (EXAMPLE / name).is_dir() else shutil.copy2)(EXAMPLE / name, source / name)
     diagnosis = judged(traced(source, tmp_path))
-    assert {c.rule: c.status for c in diagnosis.checks} == expected
+    assert {c.rule: c.status for c in diagnosis.checks if c.rule in expected} == expected
     assert diagnosis.missing
     if "found" in expected.values():
         assert diagnosis.verdict.status == "found"

@@ -24,12 +24,12 @@ EXACT: dict[str, Any] = {"straggle_ns": 0.0, "noise": 0.0}
 
 
 def costs(folder: Path, world: World) -> tuple[dict[str, float], dict[int, float], Trace]:
-    """Sums of `step_costs` in ns, what steps would be shorter without each rank's lateness, and the trace."""
+    """Sums of `step_replays` in ns, what steps would be shorter without each rank's lateness, and the trace."""
     trace = Trace(rank_worlds.write(folder, world), threads=1)
     diagnose(trace, Config(), Scope())
     [steps] = trace.rows(
         "SELECT sum(replayed_ns)::DOUBLE AS replayed, sum(no_skew_ns)::DOUBLE AS no_skew, "
-        "sum(usual_transfers_ns)::DOUBLE AS usual, sum(balanced_ns)::DOUBLE AS balanced, count(*) AS steps FROM step_costs"
+        "sum(usual_transfers_ns)::DOUBLE AS usual, sum(balanced_ns)::DOUBLE AS balanced, count(*) AS steps FROM step_replays"
     )
     ranks = trace.rows("SELECT rank, sum(saved_ns)::DOUBLE AS saved FROM rank_costs GROUP BY rank")
     return steps, {r["rank"]: r["saved"] for r in ranks}, trace
@@ -48,7 +48,7 @@ def shown(folder: Path, world: World) -> tuple[float, dict[int, float]]:
     """The replayed length of the steps after the first, and what it is without each rank's lateness."""
     _, _, trace = costs(folder, world)
     with trace:
-        [whole] = trace.rows("SELECT sum(replayed_ns)::DOUBLE AS ns FROM step_costs WHERE at_step > 0")
+        [whole] = trace.rows("SELECT sum(replayed_ns)::DOUBLE AS ns FROM step_replays WHERE at_step > 0")
         saved = trace.rows(
             "SELECT rank, sum(saved_ns)::DOUBLE AS ns FROM rank_costs WHERE at_step > 0 GROUP BY rank"
         )
@@ -128,7 +128,7 @@ def test_the_critical_path_is_the_slow_ranks_work_and_the_transfers(tmp_path: Pa
     steps, _, trace = costs(tmp_path / "t", world)
     with trace:
         path = {(r["rank"], r["phase"]): r["work_ns"] for r in trace.rows("FROM rank_path")}
-        [moved] = trace.rows("SELECT sum(transfer_ns)::DOUBLE AS ns FROM step_costs")
+        [moved] = trace.rows("SELECT sum(transfer_ns)::DOUBLE AS ns FROM step_replays")
     assert path[2, "expert"] == pytest.approx(world.steps * world.layers * 2_700 * US, rel=1e-6)
     assert sum(path.values()) + moved["ns"] == pytest.approx(steps["replayed"], rel=1e-6)
     assert moved["ns"] == pytest.approx(world.steps * world.layers * 2 * 80 * US, rel=1e-3)

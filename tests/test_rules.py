@@ -40,10 +40,16 @@ VIEWS = (
     "rank_windows",
     "rank_rounds",
     "rank_costs",
-    "step_costs",
+    "step_replays",
     "what_if",
     "rank_clocks",
+    "expert_work",
+    "expert_sets",
+    "metrics",
+    "series",
 )
+#: Tables of the trace, which are views of files: a case's rows take their place.
+TABLES = ("profiles", "metrics", "series")
 #: What a row is unless the case says otherwise.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "class_rows": {"observer": "engine", "basis": "requests", "slo_broken": False, "tail_rule": "above p99"},
@@ -52,7 +58,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "steps": {"instance": "a"},
     "profiles": {"instance": "a"},
     "rank_clocks": {"window": 0, "error_ns": 1000.0, "basis": "ends of collectives"},
-    "step_costs": {"window": 0},
+    "step_replays": {"window": 0},
     "rank_windows": {
         "window": 0, "world": "w", "world_size": 2, "missing": 0, "used": True, "collectives": 32, "unmatched": 0,
         "first_ns": 100, "last_ns": 900,
@@ -62,6 +68,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "is_shortest": False, "caused_ns": 0, "own_ns": 0, "wait_ns": 0, "transfer_ns": 1_000_000, "slow_ns": 0, "exit_ns": 0, "left_late_ns": 0,
         "end_ns": 11_000_000,
     },
+    "expert_work": {"window": 0, "group": "", "layer": 0, "recorded": False},
+    "expert_sets": {"set": 0, "instance": "a", "kind": "experts", "steps": 100, "windows": 1, "tokens": 100_000},
+    "metrics": {"instance": "a"},
+    "series": {"instance": "a"},
 }  # fmt: skip
 
 
@@ -74,8 +84,8 @@ def views(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trace]:
         writer.commit({"kind": "test"})
     with Trace(path) as trace:
         diagnose(trace, Config())
-        # A table of the trace is a view of files. A case's rows take its place.
-        trace.connection.execute("CREATE TEMP TABLE profiles AS FROM main.profiles")
+        for table in TABLES:
+            trace.connection.execute(f"CREATE TEMP TABLE {table} AS FROM main.{table}")
         yield trace
 
 
@@ -89,6 +99,8 @@ def run(trace: Trace, rule: str, case: dict[str, Any]) -> Decision:
     for view in VIEWS:
         trace.connection.execute(f"DELETE FROM {view}")
         rows = [{**DEFAULTS.get(view, {}), **row} for row in expanded(case.get(view, []))]
+        if view == "rank_rounds":
+            rows = [labelled(row) for row in rows]
         for row in rows:
             trace.connection.register("case_row", pa.Table.from_pylist([row]))
             trace.connection.execute(f"INSERT INTO {view} BY NAME SELECT * FROM case_row")
@@ -103,15 +115,19 @@ def expanded(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         for values in product(*lists.values()):
             one = {**row, **dict(zip(lists, values, strict=True))}
             if "round" in one:
-                step = one.setdefault("step", one["round"])
-                one.setdefault("at_step", one["round"] // 8 if step is None else step)
+                one.setdefault("step", one["round"])
             yield one
+
+
+def labelled(row: dict[str, Any]) -> dict[str, Any]:
+    """A round of ranks, with the step that the window's first rank says, or eight rounds to a step where none does."""
+    return {"at_step": row["round"] // 8 if row["step"] is None else row["step"], **row}
 
 
 def costs(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What the replay says of rounds of one group: a rank's lateness in a step is what the step would be shorter by."""
     saved: dict[tuple[int, int], int] = {}
-    for row in expanded(rounds):
+    for row in map(labelled, expanded(rounds)):
         key = row["at_step"], row["rank"]
         saved[key] = saved.get(key, 0) + row.get("own_ns", 0)
     return [

@@ -20,6 +20,7 @@ from tailscope.ledger.contrast import write_contrast
 from tailscope.ledger.engine_time import Limits
 from tailscope.model import ClassRow
 from tailscope.ranks.compared import write_ranks
+from tailscope.ranks.experts import write_expert_loads
 from tailscope.schema import BY_NAME
 from tailscope.store import Trace
 
@@ -53,6 +54,7 @@ def aligned(
     with Trace(write(folder, tables, parts), threads=1) as trace:
         align(trace, config or Config(), scope or Scope())
         write_ranks(trace, scope or Scope())
+        write_expert_loads(trace, scope or Scope())
         yield trace
 
 

@@ -11,9 +11,9 @@ from tailscope.store import Trace
 _SAVED = """
 CREATE OR REPLACE TEMP TABLE saved_steps AS
 WITH costs AS (
-    SELECT "window", at_step, 'no skew' AS scenario, CAST(NULL AS BIGINT) AS rank, replayed_ns - no_skew_ns AS saved_ns FROM step_costs
-    UNION ALL SELECT "window", at_step, 'usual transfers', NULL, replayed_ns - usual_transfers_ns FROM step_costs
-    UNION ALL SELECT "window", at_step, 'balanced experts', NULL, replayed_ns - balanced_ns FROM step_costs
+    SELECT "window", at_step, 'no skew' AS scenario, CAST(NULL AS BIGINT) AS rank, replayed_ns - no_skew_ns AS saved_ns FROM step_replays
+    UNION ALL SELECT "window", at_step, 'usual transfers', NULL, replayed_ns - usual_transfers_ns FROM step_replays
+    UNION ALL SELECT "window", at_step, 'balanced experts', NULL, replayed_ns - balanced_ns FROM step_replays
     UNION ALL SELECT "window", at_step, 'without rank', rank, saved_ns FROM rank_costs
 ),
 -- A step of the engine is one of each of its ranks' profiles; of those labels the one most of its rounds have.

@@ -1,7 +1,7 @@
 """Fills the tables that say how a trace's ranks did against each other.
 
 `rank_windows`: a row per profile and window. `rank_clocks`: the clock of each rank in each window. `rank_rounds`: a row per
-rank and collective, with arrival, wait and transfer. `step_costs`: what each step of a window would take if something were
+rank and collective, with arrival, wait and transfer. `step_replays`: what each step of a window would take if something were
 otherwise; `rank_costs`: what it would be shorter without one rank's lateness; `rank_path`: whose work is on its critical
 path. `rank_steps`: which step of the engine each step of a profile is.
 `step_evidence`: what the profiles say of the engine's steps: time lost to a late rank, to slow transfers. `pauses`: steps
@@ -99,7 +99,7 @@ _ROUNDS = _schema(
         "tokens": pa.int64(),
     }
 )
-_STEP_COSTS = _schema(
+_STEP_REPLAYS = _schema(
     {
         "window": pa.int64(),
         "at_step": pa.int64(),
@@ -157,7 +157,7 @@ def write_ranks(trace: Trace, scope: Scope) -> None:
 #: Filled window by window.
 FILLED = {
     "rank_rounds": _ROUNDS,
-    "step_costs": _STEP_COSTS,
+    "step_replays": _STEP_REPLAYS,
     "rank_costs": _RANK_COSTS,
     "rank_path": _RANK_PATH,
 }
@@ -173,7 +173,7 @@ def _insert(trace: Trace, name: str, table: pa.Table) -> None:
 
 
 def _costs(window: Window, replayed: Replayed) -> dict[str, pa.Table]:
-    """Rows of `step_costs`, `rank_costs` and `rank_path`."""
+    """Rows of `step_replays`, `rank_costs` and `rank_path`."""
     duration = replayed.duration_ns
     saved = duration[:, [AS_IT_WAS]] - duration[:, SHARED:]
     step, candidate = np.nonzero(saved >= 0.5)
@@ -197,7 +197,7 @@ def _costs(window: Window, replayed: Replayed) -> dict[str, pa.Table]:
         "phase": [WORK[i] for i in phase],
         "work_ns": whole(replayed.path_ns[rank, phase]),
     }
-    tables: dict[str, dict[str, Any]] = {"step_costs": steps, "rank_costs": costs, "rank_path": path}
+    tables: dict[str, dict[str, Any]] = {"step_replays": steps, "rank_costs": costs, "rank_path": path}
     return {
         name: pa.table({"window": pa.repeat(pa.scalar(window.number), len(columns[some])), **columns})
         for name, columns, some in ((n, c, next(iter(c))) for n, c in tables.items())

@@ -1,0 +1,450 @@
+"""Some experts, and so some ranks, get more tokens than others, and the rest waits for them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tailscope.model import (
+    Decision,
+    Evidence,
+    Finding,
+    Party,
+    Remedy,
+    Rows,
+    Rule,
+    Severity,
+    Threshold,
+    severity_of,
+)
+
+Row = Mapping[str, Any]
+#: Layers and ranks that are named.
+NAMED = 5
+#: Standard errors on each side that hold 95 % (Student's t with the 60 degrees of freedom that a short profile has).
+DEVIATIONS = 2.0
+
+
+def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
+    loads = [{"instance": r["instance"], **r["load"]} for r in rows if r["told_by"] == "load"]
+    balances = [{"instance": r["instance"], **r["balance"]} for r in rows if r["told_by"] == "balance"]
+    decisions = [window_decision(r, loads, limits) for r in rows if r["told_by"] == "work"]
+    if not decisions:
+        decisions = [load_decision(load, limits) for load in loads]
+    if not decisions:
+        decisions = [balance_decision(balance, limits) for balance in balances]
+    for status in ("found", "inconclusive", "clear"):
+        chosen = [decision for decision in decisions if decision.status == status]
+        if chosen:
+            findings = tuple(f for decision in decisions for f in decision.findings)
+            reasons = dict.fromkeys(decision.reason for decision in chosen)
+            return Decision(chosen[0].status, "; ".join(list(reasons)[:3]), findings)
+    return Decision("no-data", RULE.missing)
+
+
+# -- profiles: what unevenness costs ---------------------------------------------------------------
+
+
+def window_decision(window: Row, loads: Sequence[Row], limits: Mapping[str, float]) -> Decision:
+    """What one window of profiles says: whether the ranks' expert work differs, with their tokens, and what that costs."""
+    if window["rounds"] < limits["rounds"]:
+        return Decision("inconclusive", f"only {window['rounds']} passes through experts are profiled")
+    if not window["step_ns"]:
+        return Decision("inconclusive", "all collectives are at one time: the profiles are damaged")
+    share = window["lost_ns"] / window["step_ns"]
+    if share < limits["share"]:
+        return Decision(
+            "clear",
+            f"that ranks differ in expert work costs {share:.1%} of the steps' time at most",
+        )
+    if not window["told_rounds"]:
+        return Decision(
+            "inconclusive",
+            f"ranks differ in expert work by {share:.0%} of the steps' time, but neither the dispatches nor a recording say "
+            "how many tokens each got",
+        )
+    if window["ns_per_token"] is None or not window["more_ns"] or window["more_ns"] <= 0:
+        return Decision(
+            "inconclusive",
+            f"ranks differ in expert work by {share:.0%} of the steps' time, but tokens vary too little to say whether they "
+            "are why",
+        )
+    low, middle, high = explained(window)
+    if high < limits["explains"]:
+        return Decision("clear", not_the_tokens(window, share, middle))
+    saved = (window["saved_ns"] or 0) / window["step_ns"]
+    if low < limits["explains"]:
+        return Decision(
+            "inconclusive",
+            f"ranks differ in expert work by {share:.0%} of the steps' time; tokens explain between {max(low, 0):.0%} and "
+            f"{min(high, 1):.0%} of what the slowest takes more, which does not decide",
+        )
+    if saved < limits["share"]:
+        return Decision("clear", f"even loads would save {saved:.1%} of the steps' time at most")
+    load = next((one for one in loads if one["instance"] == window["instance"]), None)
+    found = hot(window, load, saved, (low, middle, high))
+    return Decision("found", found.title, (found,))
+
+
+def explained(window: Row) -> tuple[float, float, float]:
+    """Share of what the slowest rank of each pass takes beyond the mean that its tokens explain: estimate within 95 %."""
+    per_token, error = window["ns_per_token"], DEVIATIONS * window["ns_per_token_error"]
+    scale = window["more_tokens"] / window["more_ns"]
+    low, high = sorted(((per_token - error) * scale, (per_token + error) * scale))
+    return low, per_token * scale, high
+
+
+def not_the_tokens(window: Row, share: float, middle: float) -> str:
+    return (
+        f"ranks differ in expert work by {share:.0%} of the steps' time, but that does not follow their tokens, which explain "
+        f"{max(middle, 0):.0%} of it: balancing experts would not help"
+    )
+
+
+def hot(window: Row, load: Row | None, saved: float, shares: tuple[float, float, float]) -> Finding:
+    tail = tail_share(window)
+    severity = severity_of(max(saved, tail or 0.0), bool(window["slo_broken"]) and tail is not None)
+    ratio = window["most"] / window["mean_tokens"]
+    stays = min(1.0, window["fixed_tokens"] / max(window["most"] - window["mean_tokens"], 1e-9))
+    culprit, name = who(window, load)
+    recorded = bool(window["recorded"])
+    evidence = [
+        Evidence(
+            f"waiting for the rank with most expert work costs {window['lost_ns'] / 1e6:.3g} ms of {window['step_ns'] / 1e6:.4g} ms of "
+            f"steps; with even tokens {window['saved_ns'] / 1e6:.3g} ms of it would go away ({saved:.0%})",
+            {"lost_ns": window["lost_ns"], "saved_ns": window["saved_ns"], "step_ns": window["step_ns"]},
+        ),
+        Evidence(
+            f"the busiest rank gets {ratio:.2f} x the mean tokens; that explains {shares[1]:.0%} "
+            f"({shares[0]:.0%} to {shares[2]:.0%}) of what the slowest takes longer",
+            {
+                "max_over_mean": ratio,
+                "explained": shares[1],
+                "explained_low": shares[0],
+                "explained_high": shares[2],
+            },
+        ),
+        per_token(window, recorded),
+        *(layer_evidence(place) for place in window["places"][:NAMED]),
+    ]
+    if load:
+        evidence += load_evidence(load)
+    counter = []
+    if not recorded:
+        lasting = "stays on the same ranks" if stays >= 0.5 else "moves from pass to pass"
+        text = f"{stays:.0%} of the unevenness {lasting}"
+        if stays >= 0.5:
+            evidence.append(Evidence(text, {"stays": stays}))
+        else:
+            counter.append(
+                Evidence(f"{text}: only spare copies and larger batches even that out", {"stays": stays})
+            )
+    else:
+        text = "tokens are those of a recording at another time than the profiles"
+        counter.append(Evidence(text, {"recorded": True}))
+    counter += estimate_limits(load)
+    if window["missing"]:
+        text = f"{window['missing']} of {window['world_size']} ranks have no profile in this window"
+        counter.append(Evidence(text))
+    victims = [
+        Party("rank", str(r["rank"]), {"idle_s": round(r["idle_ns"] / 1e9, 6)})
+        for r in (window["idle"] or [])
+        if r["idle_ns"] > 0 and not (culprit.kind == "rank" and str(r["rank"]) == culprit.id)
+    ][:8]
+    if tail:
+        victims.append(Party("class", window["tail_class"], {"metric": window["tail_metric"]}))
+        text = (
+            f"{window['tail_class']} {window['tail_metric']}: {tail * window['excess_s']:.3g} s of {window['excess_s']:.3g} s excess "
+            f"({window['tail_rule']}) is waiting for it"
+        )
+        evidence.append(
+            Evidence(text, {"waited_s": tail * window["excess_s"], "excess_s": window["excess_s"]})
+        )
+    return Finding(
+        rule=RULE.name,
+        status="found",
+        severity=severity,
+        basis="inferred" if recorded else "measured",
+        title=f"{name} gets {ratio_of(window):.1f} x the mean tokens, and {window['ranks'] - 1} ranks wait for its experts",
+        culprit=culprit,
+        victims=tuple(victims),
+        share_of_tail=tail,
+        window_ns=(window["first_ns"], window["last_ns"]),
+        evidence=tuple(evidence),
+        counter_evidence=tuple(counter),
+        remedies=remedies(severity, load, recorded or stays >= 0.5),
+        confirm_by=RULE.confirm_by,
+        explains={f"{window['tail_class']}\t{window['tail_metric']}": tail * window["excess_s"]}
+        if tail
+        else {},
+    )
+
+
+def who(window: Row, load: Row | None) -> tuple[Party, str]:
+    """The rank that is busiest in most of what is lost, else the layer and rank that cost most; the expert where it is known."""
+    cost: Counter[int] = Counter()
+    for place in window["places"]:
+        cost[place["rank"]] += max(place["own_ns"] - place["others_ns"], 0)
+    top = window["places"][0]
+    detail: dict[str, Any] = {"world": window["world"]}
+    if load and load["expert"] is not None and load["expert_ratio"] > load["expert_by_chance"]:
+        detail |= {"hottest_layer": load["expert_layer"], "hottest_expert": load["expert"]}
+    rank, most = cost.most_common(1)[0]
+    layers = [p["layer"] for p in window["places"] if p["rank"] == rank and p["layer"] is not None]
+    if len(window["places"]) == 1 or most >= 0.5 * cost.total():
+        return Party("rank", str(rank), {**detail, "layers": sorted(layers)}), f"Rank {rank}"
+    where = "" if top["layer"] is None else f"layer {top['layer']}, "
+    name = f"{where}rank {top['rank']}"
+    return Party("expert", name, detail), name[0].upper() + name[1:]
+
+
+def ratio_of(window: Row) -> float:
+    return float(window["places"][0]["ratio"] or window["most"] / window["mean_tokens"])
+
+
+def per_token(window: Row, recorded: bool) -> Evidence:
+    each, error = window["ns_per_token"], window["ns_per_token_error"]
+    data = {"ns_per_token": each, "ns_per_token_error": error}
+    if recorded:
+        return Evidence(
+            f"expert work grows by {each / 1e6:.3g} ms (± {DEVIATIONS * error / 1e6:.2g}) with each even share of tokens, by the ranks "
+            "that are not the busiest",
+            data,
+        )
+    if window["bent"]:
+        return Evidence(
+            f"the busiest's expert work grows by {each:.3g} ns (± {DEVIATIONS * error:.2g}) with each token, over time; that of the "
+            f"others, which get fewer, by {window['others_ns_per_token']:.3g} ns: few tokens take as long as the weights do",
+            {**data, "others_ns_per_token": window["others_ns_per_token"]},
+        )
+    return Evidence(
+        f"expert work grows by {each:.3g} ns (± {DEVIATIONS * error:.2g}) with each token, by the other ranks and by the busiest over "
+        "time: not by how the busiest differs from the others, which a slow device would explain as well",
+        data,
+    )
+
+
+def layer_evidence(place: Row) -> Evidence:
+    where = "experts" if place["layer"] is None else f"layer {place['layer']}"
+    return Evidence(
+        f"{where}: rank {place['rank']} gets {place['ratio']:.2f} x the mean tokens; its experts take "
+        f"{place['own_ns'] / 1e6:.3g} ms, the others' {place['others_ns'] / 1e6:.3g} ms",
+        dict(place),
+    )
+
+
+def tail_share(window: Row) -> float | None:
+    """Share of a class's excess spent waiting for hot experts: of the wait that late ranks caused, at most all."""
+    if (
+        not window["excess_s"]
+        or not window["straggler_s"]
+        or not window["all_own_ns"]
+        or not window["saved_ns"]
+    ):
+        return None
+    part = min(1.0, window["saved_ns"] / window["all_own_ns"])
+    return float(min(1.0, window["straggler_s"] / window["excess_s"] * part))
+
+
+# -- recordings: how uneven, at an unknown cost ----------------------------------------------------
+
+
+def load_decision(load: Row, limits: Mapping[str, float]) -> Decision:
+    """Without profiles: how uneven experts are loaded. What that costs is unknown."""
+    by_rank = load["rank_ratio"] is not None
+    ratio = load["rank_ratio"] if by_rank else load["expert_ratio"]
+    worst = load["rank_ratio_worst"] if by_rank else load["expert_ratio"]
+    chance = load["rank_by_chance"] if by_rank else load["expert_by_chance"]
+    of = "ranks" if by_rank else "experts"
+    if ratio < limits["uneven"] or worst <= chance:
+        return Decision("clear", f"{of} are loaded evenly: {ratio:.2f} x the mean tokens on the busiest")
+    place, name = place_of(load, by_rank)
+    found = Finding(
+        rule=RULE.name,
+        status="inconclusive",
+        severity="low",
+        basis="measured" if load["placement"] == "recorded" or not by_rank else "inferred",
+        title=f"{name} gets {worst:.1f} x the mean tokens, at a cost that is unknown",
+        culprit=place,
+        victims=(),
+        share_of_tail=None,
+        window_ns=None,
+        evidence=tuple(load_evidence(load)),
+        counter_evidence=(
+            Evidence(
+                "no profile of the ranks says whether time follows tokens: decode may wait for weights alone"
+            ),
+            *estimate_limits(load),
+        ),
+        confirm_by=RULE.confirm_by,
+    )
+    return Decision(
+        "inconclusive",
+        f"{of} are loaded unevenly, {ratio:.2f} x the mean on the busiest, but without profiles of the ranks nothing says what that costs",
+        (found,),
+    )
+
+
+def place_of(load: Row, by_rank: bool) -> tuple[Party, str]:
+    layer = load["rank_layer"] if by_rank else load["expert_layer"]
+    what = f"rank {load['rank']}" if by_rank else f"expert {load['expert']}"
+    name = f"layer {layer}, {what}"
+    return Party("expert", name, {"instance": load["instance"]}), name[0].upper() + name[1:]
+
+
+def load_evidence(load: Row) -> list[Evidence]:
+    """What a recording of experts' tokens says: unevenness, how it moves, what another placement would give."""
+    evidence = []
+    if load["expert_ratio"] is not None:
+        evidence.append(
+            Evidence(
+                f"recorded: of {load['experts']} experts the busiest of a layer gets {load['expert_ratio_median']:.1f} x the mean tokens "
+                f"(median of {load['layers']} layers), expert {load['expert']} of layer {load['expert_layer']} {load['expert_ratio']:.1f} x "
+                f"(by chance at most {load['expert_by_chance']:.2f})",
+                {k: load[k] for k in ("expert_ratio", "expert_ratio_median", "expert_by_chance", "tokens")},
+            )
+        )
+    if load["rank_ratio"] is not None:
+        basis = {
+            "recorded": "as they are placed",
+            "contiguous": "if experts are placed in their order, which is assumed",
+        }[load["placement"]]
+        text = (
+            f"recorded: of {load['ranks']} ranks, {basis}, the busiest gets {load['rank_ratio']:.2f} x the mean tokens, in layer "
+            f"{load['rank_layer']} {load['rank_ratio_worst']:.2f} x (by chance at most {load['rank_by_chance']:.2f})"
+        )
+        if load["pass_ratio"] is not None:
+            text += f"; in single passes {load['pass_ratio']:.2f} x, of which chance alone gives {load['pass_by_chance']:.2f}"
+        evidence.append(
+            Evidence(text, {k: load[k] for k in ("rank_ratio", "rank_ratio_worst", "pass_ratio")})
+        )
+    if load["correlation"]:
+        first, last = load["correlation"][0], load["correlation"][-1]
+        evidence.append(
+            Evidence(
+                f"recorded: from one of {load['windows']} windows to the next the order of the experts stays with a rank correlation of "
+                f"{first:.2f}, from the first to the last {last:.2f}; {load['overlap'][0]:.0%} of the busiest eighth stay in it",
+                {"correlation": load["correlation"], "overlap": load["overlap"]},
+            )
+        )
+    for gain in load["gains"] or []:
+        spare = f"{gain['spare']} spare slots" if gain["spare"] else "no spare slots"
+        evidence.append(
+            Evidence(
+                f"estimate, placed by one window and scored on the next, {spare}: the busiest rank would get {gain['after']:.2f} x the mean "
+                f"instead of {gain['before']:.2f} x; with a placement {len(gain['after_age'])} windows old {gain['after_age'][-1]:.2f} x",
+                dict(gain),
+            )
+        )
+    return evidence
+
+
+def estimate_limits(load: Row | None) -> list[Evidence]:
+    """What the estimate of another placement leaves out, where there is one."""
+    if not load or not load["gains"]:
+        return []
+    text = "the estimates count tokens: memory of copies, the cost of moving experts and copies that share unevenly are not in them"
+    return [Evidence(text)]
+
+
+def balance_decision(balance: Row, limits: Mapping[str, float]) -> Decision:
+    """Balancedness that an engine reports of itself: mean over max, 1 is even."""
+    ratio = 1 / balance["usual"]
+    if balance["name"] == "log:eplb_balancedness":
+        meaning = "tokens of a rank summed over layers, which hides what single layers are"
+    else:
+        meaning = "mean of the layers of a pass; one with few tokens is uneven by chance"
+    if ratio < limits["uneven"]:
+        return Decision("clear", f"the engine reports a balancedness of {balance['usual']:.2f} ({meaning})")
+    return Decision(
+        "inconclusive",
+        f"the engine reports a balancedness of {balance['usual']:.2f} ({meaning}): the busiest rank gets {ratio:.2f} x the mean tokens, but "
+        "without profiles of the ranks nothing says what that costs",
+    )
+
+
+def remedies(severity: Severity, load: Row | None, stays: bool) -> tuple[Remedy, ...]:
+    """Those that fit: what stays can be placed once; what moves needs copies or larger batches."""
+    once, balancer, spare, batch = RULE.remedies
+    best = min((load or {}).get("gains") or [], key=lambda gain: gain["after"], default=None)
+    if best and best["spare"]:
+        spare = replace(
+            spare,
+            do=f"{spare.do}: {best['spare']} would leave {best['after']:.2f} x the mean on the busiest rank",
+            flag=spare.flag.replace("32", str(best["spare"])),
+        )
+    fitting = (once, balancer, spare) if stays else (batch, spare, balancer)
+    return fitting if severity != "low" else fitting[:2]
+
+
+RULE = Rule(
+    name="hot-expert",
+    summary="Some experts get more tokens than others, and all ranks wait for theirs.",
+    why=(
+        "In an expert-parallel layer every rank waits for the one whose experts got most tokens, so one hot expert slows all. "
+        "Averages over ranks and over layers hide it; a slow device looks the same unless time is held against tokens."
+    ),
+    needs=(),
+    missing="needs profiles of ranks with expert parallelism, a recording of experts' tokens, or a log with balancedness",
+    thresholds=(
+        Threshold(
+            "share",
+            0.05,
+            "0-1",
+            "Less than a twentieth of the steps' time is not worth moving experts for.",
+        ),
+        Threshold(
+            "explains",
+            0.5,
+            "0-1",
+            "Where tokens explain less than half of the difference, something else is the larger cause.",
+        ),
+        Threshold("rounds", 20, "", "Fewer passes through experts than twenty give no slope to trust."),
+        Threshold(
+            "bends",
+            3,
+            "x error",
+            "Two slopes that differ by three times their error are two: time does not grow evenly with tokens.",
+        ),
+        Threshold(
+            "uneven",
+            1.2,
+            "x",
+            "A fifth more tokens than the mean costs at most a fifth of the expert work, itself part of a step.",
+        ),
+    ),
+    remedies=(
+        Remedy(
+            "Place the experts by a recording of their loads",
+            "--init-expert-location RECORDING.pt, recorded with --expert-distribution-recorder-mode stat",
+            "SGLang with expert parallelism",
+            "a restart; good for as long as loads stay alike",
+        ),
+        Remedy(
+            "Let the engine place experts anew as loads move",
+            'vLLM --enable-eplb --eplb-config \'{"window_size": 1000, "step_interval": 3000}\'; SGLang --enable-eplb',
+            "vLLM and SGLang with expert parallelism",
+            "a pause or slower steps each time experts move",
+        ),
+        Remedy(
+            "Give the busiest experts copies on other ranks",
+            "vLLM --eplb-config '{\"num_redundant_experts\": 32}'; SGLang --ep-num-redundant-experts 32",
+            "vLLM and SGLang with EPLB",
+            "memory of the copies' weights in every layer, so less KV cache",
+        ),
+        Remedy(
+            "Let batches be larger, so that tokens even out within a step",
+            "--max-num-batched-tokens; SGLang --chunked-prefill-size",
+            "vLLM and SGLang, all versions",
+            "longer steps",
+        ),
+    ),
+    confirm_by=(
+        "Profile again with the experts placed anew: the rank that was busiest should come as early as the others",
+        "Record experts' tokens beside the profile: SGLang /start_expert_distribution_record; vLLM "
+        "--eplb-config '{\"log_balancedness\": true}'",
+    ),
+    decide=decide,
+)
