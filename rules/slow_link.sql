@@ -11,7 +11,7 @@ lengths AS (
     FROM step_costs GROUP BY "window"
 ),
 rounds AS (FROM rank_rounds WHERE complete AND at_step IS NOT NULL),
-clocks AS (SELECT "window", bool_and(basis = 'ends of collectives') AS by_ends FROM rank_clocks GROUP BY "window"),
+clocks AS (SELECT "window", bool_and(basis <> 'one host') AS by_ends FROM rank_clocks GROUP BY "window"),
 -- Where all kinds of collectives set the clocks, a rank that always leaves late has a clock that is ahead.
 telling AS (
     SELECT r."window", r.kind FROM rounds r JOIN clocks USING ("window")

@@ -43,8 +43,9 @@ class Clock:
     """A rank's clock less the window's: `offsets_ns` at `times_ns` (on the rank's clock), straight lines between.
 
     `drift`: ns per ns over the window, and beyond its ends. `error_ns`: bound of the offset's error, in 95 %. `residual_ns`:
-    standard deviation of the ends about it. `basis`: `ends of collectives`, `ends of its host` (whose clock the ranks
-    there share), `one host` (all ranks share a clock) or `none`.
+    standard deviation of the ends about it. `basis`: `ends of collectives`, `ends of exchanges` (which not all
+    ranks leave at one time), `ends of its host` (whose clock the ranks there share), `one host` (all ranks share a clock)
+    or `none`.
     """
 
     times_ns: Floats
@@ -67,10 +68,13 @@ class Clock:
         return np.asarray(inside + self.drift * beyond)
 
 
-def fit_clocks(start: Floats, end: Floats, hosts: Sequence[str | None]) -> list[Clock]:
+def fit_clocks(
+    start: Floats, end: Floats, hosts: Sequence[str | None], *, together: bool = True
+) -> list[Clock]:
     """A clock for each rank. `start`, `end`: ranks x rounds, ns, NaN where a rank has no part in a round; `hosts`: of each rank.
 
-    Ranks of one host share a clock unless they cannot: then the ends of each decide.
+    Ranks of one host share a clock unless they cannot: then the ends of each decide. `together`: whether all ranks leave a
+    round at one time; if not, a clock's error is what is possible at all.
     """
     rounds = np.sum(np.isfinite(end), axis=0) >= 2
     start, end = start[:, rounds], end[:, rounds]
@@ -85,7 +89,12 @@ def fit_clocks(start: Floats, end: Floats, hosts: Sequence[str | None]) -> list[
         aligned = np.array([row - clock.of(row) for row, clock in zip(end, fitted, strict=True)])
     bounds = _possible(start, end, fitted)
     fitted = [
-        replace(clock, error_ns=_error(clock, most)) for clock, most in zip(fitted, bounds, strict=True)
+        replace(
+            clock,
+            error_ns=_error(clock, most, together),
+            basis=clock.basis if together else "ends of exchanges",
+        )
+        for clock, most in zip(fitted, bounds, strict=True)
     ]
     if one_host and np.mean(_impossible(start, end)) < IMPOSSIBLE:
         # A shared clock is at least as good as the ends show it to be.
@@ -187,9 +196,9 @@ def _spread(values: Floats) -> float:
     return MAD_TO_SIGMA * float(np.median(np.abs(values)))
 
 
-def _error(clock: Clock, possible_ns: float) -> float:
+def _error(clock: Clock, possible_ns: float, together: bool) -> float:
     """Bound of a clock's error: what its ends' spread leaves open, at most what is possible at all."""
-    if clock.rounds < FEW_ROUNDS:
+    if clock.rounds < FEW_ROUNDS or not together:
         return max(possible_ns, LEAST_ERROR_NS)
     of_median = MEDIAN_ERROR / (clock.rounds / len(clock.times_ns)) ** 0.5
     seen = DEVIATIONS * clock.residual_ns * (1 + of_median)

@@ -83,7 +83,7 @@ def _clocks(groups: list[Group], ranks: list[RankCollectives], hosts: Sequence[s
         start, end, kind = start[:, some], end[:, some], kind[some]
     together = np.isin(kind, [KINDS.index(k) for k in CLOCKS])
     if np.sum(together) < FEW_ROUNDS or not connected(end[:, together]):
-        together[:] = True
+        return fit_clocks(start, end, hosts, together=bool(together.all()))
     return fit_clocks(start[:, together], end[:, together], hosts)
 
 

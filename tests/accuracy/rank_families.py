@@ -77,7 +77,8 @@ def loads(rng: Rng, engines: int, **changes: Any) -> tuple[Load, ...]:
         "chat",
         arrivals="at",
         times_s=tuple(np.sort(rng.uniform(0, 0.25, n)).tolist()),
-        prompts=tuple(rng.integers(20, 200, n).tolist()),
+        # Of engines that step together even a short prefill of one holds up the others.
+        prompts=tuple(rng.integers(20, 40 if engines > 1 else 200, n).tolist()),
         outputs=tuple(rng.integers(30, 70, n).tolist()),
     )
     return (replace(made, **changes),)
@@ -136,7 +137,12 @@ def world(rng: Rng, offset_ms: float, shape: str = "any", **changes: Any) -> Sce
         seed=int(rng.integers(1 << 31)),
         duration_s=1.0,
         engine=Engine(data_parallel=engines, moe=moe),
-        cost=Cost(step=0.006 * scale, decode_request=0.0001 * scale, noise=float(rng.uniform(0.02, 0.1))),
+        cost=Cost(
+            step=0.006 * scale,
+            decode_request=0.0001 * scale,
+            prefill_token=1e-5,
+            noise=float(rng.uniform(0.02, 0.1)),
+        ),
         ranks=replace(settings, **of_ranks),
         telemetry=Telemetry(profile=((0.0, 60.0),)),
     )
@@ -298,7 +304,7 @@ def coupled(rng: Rng, offset_ms: float) -> Labelled:
         times_s=tuple(np.sort(rng.uniform(0, 0.6, n)).tolist()),
         prompts=tuple(prompts.tolist()), outputs=tuple(rng.integers(10, 30, n).tolist()),
     )  # fmt: skip
-    faulty = replace(scenario, loads=made)
+    faulty = replace(scenario, loads=made, cost=replace(scenario.cost, prefill_token=3e-5))
     of_engine = frozenset(f"rank:{rank}" for rank in range(chosen * tp, chosen * tp + tp))
     names = engine_of(scenario, chosen * tp) | of_engine
     return Labelled(
@@ -318,7 +324,7 @@ def pausing(rng: Rng, offset_ms: float) -> Labelled:
     made = loads(
         rng, scenario.engine.data_parallel,
         times_s=tuple(np.sort(rng.uniform(0, 1.0, n)).tolist()),
-        prompts=tuple(rng.integers(20, 200, n).tolist()), outputs=tuple(rng.integers(60, 90, n).tolist()),
+        prompts=tuple(rng.integers(20, 40, n).tolist()), outputs=tuple(rng.integers(60, 90, n).tolist()),
     )  # fmt: skip
     fault = Fault("pause", length_s=length, every_s=every, reason="eplb", from_s=float(rng.uniform(0, every)))
     faulty = replace(scenario, loads=made, faults=(fault,), duration_s=3.0)

@@ -202,7 +202,7 @@ def is_odd(world: World) -> bool:
     got = outcome(world)
     return (
         got != wanted
-        and (world["kind"] != "fault" or decidable(world))
+        and (world["kind"] != "fault" or world["family"] not in BARRED or decidable(world))
         and (world["kind"], got) != ("decoy", "abstained")
     )
 
