@@ -281,7 +281,7 @@ def test_files_hold_what_the_tables_say(tmp_path: Path) -> None:
                 assert rows_of(read) == rows_of(table), (one.scenario.name, name)
 
 
-@pytest.mark.parametrize("emitter", ["gloo", "nccl", "deepep-ll"])
+@pytest.mark.parametrize("emitter", ["gloo", "nccl", "deepep-ll", "deepep-ht"])
 def test_what_coordinates_steps_ends_at_one_time_between_them(emitter: str) -> None:
     made = profiled("coordinated", emitter)
     events = profile_tables(made)["rank_events"]

@@ -322,14 +322,12 @@ class _Shown:
         self.replayed = np.asarray((computed == 0) & self.form.graphs)
 
     def show(self) -> None:
-        self.pieces = self._pieces() if self.form.on_gpu else []
-        self.units = len(self.pieces)
-        if self.world.settings.coordinate:
-            self._coordinate()
         if self.form.on_gpu:
             self._on_gpu()
         else:
             self._on_cpu()
+        if self.world.settings.coordinate:
+            self._coordinate()
 
     def _annotate(self, start: Floats, end: Floats, category: str, thread: int) -> None:
         shown = self.annotated
@@ -355,7 +353,7 @@ class _Shown:
         call, kernel, name, _ = CALLS["all_reduce"]
         dims, size = [[[COORDINATED, self.world.engines]], [], []], 4 * numbers
         said = profile.said.code("coordinate", lambda: _shaped(dims, ["TensorList", "", ""]))
-        # That is c10d's, whoever does the model's collectives.
+        # It is c10d's own, whatever the layers use.
         if self.form.on_gpu:
             args = {
                 "Collective name": name,
@@ -444,9 +442,10 @@ class _Shown:
 
     def _on_gpu(self) -> None:
         """Launches on the CPU, one after another from shortly before the step on; kernels when the work is done."""
-        pieces = self.pieces
+        pieces = self._pieces()
         kernels = np.stack([piece.start if piece.opens is None else piece.opens for piece in pieces], axis=2)
         count, layers = self.step.shape
+        self.units = len(pieces)
         lead = min(LEAD_S, max(self.world.settings.transfer_s, LEAD_S / 10))
         first = self.start - lead
         # Nothing runs before it was launched.
