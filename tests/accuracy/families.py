@@ -216,6 +216,22 @@ def straggling(rng: Rng, strength: float) -> Scenario:
     return world(rng, chat(rng), faults=(fault,), causes=(cause,), **parts)
 
 
+def paused(rng: Rng, strength: float) -> Scenario:
+    """An engine that stands still every few seconds; at strength 1 for two hundredths of the time."""
+    every = uniform(rng, 5, 20)
+    fault = Fault(
+        "pause",
+        "beat",
+        from_s=float(rng.uniform(0, every)),
+        length_s=0.02 * strength * every * float(rng.uniform(0.7, 1.4)),
+        every_s=every,
+        reason=str(rng.choice(["eplb", "unknown", "unknown"])),  # type: ignore[arg-type]
+    )
+    return world(
+        rng, chat(rng), faults=(fault,), causes=(Cause("periodic-pause", None, (), {"faults": ["beat"]}),)
+    )
+
+
 # -- pairs -------------------------------------------------------------------------------------
 
 
@@ -354,6 +370,33 @@ def simply_long(rng: Rng, _: float) -> Scenario:
     return replace(one, cost=cheap)
 
 
+def pauses_at_random(rng: Rng, _: float) -> Scenario:
+    """An engine that stands still now and then, for about as long each time, but to no beat."""
+    length = uniform(rng, 0.2, 1.5)
+    times = np.sort(rng.uniform(2, 145, int(rng.integers(4, 16))))
+    faults = tuple(
+        Fault("pause", f"stop {i}", from_s=float(t), length_s=length * float(rng.uniform(0.9, 1.1)))
+        for i, t in enumerate(times)
+    )
+    return world(rng, chat(rng), faults=faults)
+
+
+def heavy_steps(rng: Rng, _: float) -> Scenario:
+    """Steps with a long tail of their own, by no batch and no beat."""
+    one = world(rng, chat(rng))
+    heavy = replace(
+        one.cost, heavy_share=float(rng.uniform(0.005, 0.02)), heavy_alpha=float(rng.uniform(1.2, 2.0))
+    )
+    return replace(one, cost=heavy)
+
+
+def regular_documents(rng: Rng, _: float) -> Scenario:
+    """A long prompt every so many seconds, as exactly as a clock: a beat in the load, not in the engine."""
+    every = uniform(rng, 5, 15)
+    documents = replace(long_prompts(rng, 1.0), arrivals="regular", rate=1 / every)
+    return world(rng, chat(rng), documents, causes=(COUPLED,))
+
+
 def too_few(rng: Rng, _: float) -> Scenario:
     load = chat(rng, 0.5, arrivals="poisson", requests=int(rng.integers(6, 19)))
     return world(rng, load, replace(long_prompts(rng, 1.0), requests=2), duration_s=40.0)
@@ -393,4 +436,8 @@ FAMILIES: tuple[Family, ...] = (
         suspects={"hol-coupling": with_short_prompts},
     ),
     Family("too few", "decoy", too_few, "a dozen requests"),
+    Family("paused", "fault", paused, "an engine that stops at a beat", (0.25, 0.5, 1, 2.5)),
+    Family("pauses at random", "decoy", pauses_at_random, "an engine that stops now and then"),
+    Family("heavy steps", "decoy", heavy_steps, "steps with a long tail of their own"),
+    Family("regular documents", "fault", regular_documents, "long prompts at a beat"),
 )
