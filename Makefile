@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 # An environment that uv made has none.
 NEEDS_PIP = $(RUN) -m pip --version >/dev/null 2>&1 || $(RUN) -m ensurepip >/dev/null
 
-.PHONY: help demo test check docs bench accuracy clean
+.PHONY: help demo test check docs bench accuracy accuracy-ranks clean
 .DEFAULT_GOAL := help
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo "make check   ruff, mypy and the import contracts"
 	@echo "make docs    write the generated pages in docs/"
 	@echo "make accuracy play labelled worlds, score the diagnosis, write docs/accuracy.md (half an hour)"
+	@echo "make accuracy-ranks the same for worlds of ranks, docs/accuracy-ranks.md (an hour)"
 	@echo "make bench   measure speed and memory on synthetic traces"
 	@echo "make clean   remove .venv and caches"
 	@echo "PYTHON=python3.12 chooses the interpreter for a new .venv (3.11 or newer)."
@@ -38,6 +39,9 @@ bench: $(VENV)/installed-dev
 
 accuracy: $(VENV)/installed-dev
 	$(RUN) tests/accuracy/suite.py
+
+accuracy-ranks: $(VENV)/installed-dev
+	$(RUN) tests/accuracy/ranks.py
 
 clean:
 	rm -rf $(VENV) build dist tailscope.egg-info

@@ -23,7 +23,7 @@ from tailscope.ingest import ingest
 from tailscope.model import Finding
 from tailscope.sim.emit.kineto import write_profiles
 from tailscope.sim.outcome import EngineOutcome, Outcome, Requests, Runs, Steps
-from tailscope.sim.ranks import CHUNK, HOT_STEPS, RankWorld
+from tailscope.sim.ranks import CHUNK, RankWorld
 from tailscope.sim.scenario import Engine, Fault, Ranks, Scenario, Telemetry
 from tailscope.sim.tables_ranks import profile_tables
 from tailscope.source import Options
@@ -195,7 +195,8 @@ def test_experts_that_many_tokens_go_to_make_their_rank_late() -> None:
     assert work / work.sum() == pytest.approx(expected, rel=0.02)
     alike = (even.timelines(0, 200).arrival - even.timelines(0, 200).begin)[:, :, -1].mean(axis=(0, 1))
     assert alike / alike.sum() == pytest.approx(np.full(4, 0.25), rel=0.02)
-    assert len({hot.hot_expert(k) for k in range(0, 20 * HOT_STEPS, HOT_STEPS)}) > 4
+    every = hot.settings.hot_steps
+    assert len({hot.hot_expert(k) for k in range(0, 20 * every, every)}) > 4
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from tailscope.sim.outcome import (
     Requests,
 )
 from tailscope.sim.ranks import RankWorld
-from tailscope.sim.scenario import Scenario, end_s
+from tailscope.sim.scenario import Fault, Scenario, end_s
 from tailscope.sim.scheduler import Batch, Request
 from tailscope.sim.workload import Closed, make
 
@@ -338,6 +338,11 @@ class _Play:
         """The client goes as soon as its request is taken up, before there is a token."""
         row = self._by_request[request.index]
         self.at(now, lambda t: self._leave(row, t, ABORTED))
+
+    def shape_comes_first(self, lane: Lane, fault: Fault, now: float) -> None:
+        """The log tells of it where the fault has a reason that one does."""
+        place = lane.engines[0].place
+        self.events.append(Event(now, fault.reason, "first-shape", place, length_s=fault.length_s))
 
     def fetch(self, lane: Lane, engine: EngineRun, request: Request, now: float) -> None:
         """The KV cache of a request comes from its prefill instance."""

@@ -32,6 +32,9 @@ class Play(Protocol):
     def leaves_early(self, request: Request, now: float) -> None:
         """The client of a request that was just taken up goes."""
 
+    def shape_comes_first(self, lane: Lane, fault: Fault, now: float) -> None:
+        """A step takes longer because its batch is of a new size."""
+
 
 class Lane:
     """Engines that step together: one, or the data-parallel engines of a mixture of experts."""
@@ -54,6 +57,7 @@ class Lane:
         self.pauses = pauses(scenario, [f for f in faults if f.kind == "pause"])
         self.next_pause = 0
         self.slow = [f for f in faults if f.kind == "slow-replica"]
+        self.first_shapes = [(f, set[int]()) for f in faults if f.kind == "first-shape"]
 
     # -- input ---------------------------------------------------------------------------------
 
@@ -126,13 +130,19 @@ class Lane:
         parts = [cost.of(batch, factor) for cost, batch in zip(self.costs, batches, strict=True)]
         work = [sum(part) for part in parts]
         straggler = transfer = 0.0
+        stall = self._first_shape(batches, start) if self.first_shapes else 0.0
         if self.world is not None:
-            duration, straggler, transfer = self.world.step(self.steps, start, work)
+            requests = sum(batch.prefill_requests + batch.decodes for batch in batches)
+            duration, straggler, transfer = self.world.step(
+                self.steps, start, work, [batch_tokens(batch) for batch in batches], requests, stall
+            )
+            stall = self.world.held_s
+            duration -= stall
         else:
             duration = max(work)
         self.steps += 1
-        pause = 0.0
-        end = start + duration
+        pause = stall
+        end = start + duration + stall
         while self.next_pause < len(self.pauses) and self.pauses[self.next_pause][0] < end:
             at, length = self.pauses[self.next_pause]
             self.next_pause += 1
@@ -150,6 +160,17 @@ class Lane:
             base += duration - straggler - transfer - base - prefill - chance
         self.parts = (base, prefill, straggler, transfer, pause, chance)
         return end
+
+    def _first_shape(self, batches: list[Batch], start: float) -> float:
+        """What the step takes longer because no batch of such a size came before."""
+        longer = 0.0
+        shape = shape_of(max(batch_tokens(batch) for batch in batches))
+        for fault, seen in self.first_shapes:
+            if fault.holds_at(start) and shape not in seen:
+                seen.add(shape)
+                longer += fault.length_s
+                self.play.shape_comes_first(self, fault, start)
+        return longer
 
     def _ended(self, now: float) -> None:
         assert self.executing is not None
@@ -220,6 +241,19 @@ class EngineRun:
                 runs[:, 0], runs[:, 1], runs[:, 2], runs[:, 3], runs[:, 4], runs[:, 5], gives=runs[:, 6] > 0
             ),
         )
+
+
+def batch_tokens(batch: Batch) -> int:
+    """Tokens of a batch; a dummy batch computes one."""
+    return max(batch.prefill_tokens + batch.decodes + batch.recompute_tokens, 1)
+
+
+def shape_of(tokens: int) -> int:
+    """The size a batch is padded to: of vLLM's CUDA graphs (1, 2, 4, by 8, from 256 on by 16), then a power of two."""
+    for most, step in ((2, 1), (4, 4), (256, 8), (512, 16)):
+        if tokens <= most:
+            return -(-tokens // step) * step
+    return int(2 ** (tokens - 1).bit_length())
 
 
 def pauses(scenario: Scenario, faults: list[Fault]) -> list[tuple[float, float]]:

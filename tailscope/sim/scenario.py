@@ -132,6 +132,14 @@ class Ranks:
     dense layer), over `layers`; the collectives between come on top. `spread`: sigma of each piece of work's factor.
     `hot`: share of the tokens beyond an even share that the hottest expert gets. Offsets and drifts count by rank.
     `metadata`: collectives are NCCL's and say their group and number; else gloo's, which do not.
+
+    A transfer takes `transfer_s`, and with `bandwidth_gb_s` (10⁹ bytes a second; 0: sizes do not count) the time of its
+    bytes. `straggle_s`: how much later than it could a rank leaves a collective, at most, by chance; `leave_bias_s`: by
+    rank, always, as in a ring. `exchange`: how tokens get to their experts and back; in all-to-all each rank leaves when
+    it has its own part. `follow`: how the time of experts follows their tokens, from 0 (reading weights is all they
+    do) to 1. `hot_steps`: steps after which another expert is the hottest (0: never).
+    `stamp_jitter_s`: how much later than it was a profile shows a start, at most. `clock_steps`: (host, second, seconds
+    by which its clocks jump then).
     """
 
     tensor_parallel: int = 1
@@ -147,6 +155,13 @@ class Ranks:
     offset_s: tuple[float, ...] = ()
     drift_ppm: tuple[float, ...] = ()
     metadata: bool = False
+    bandwidth_gb_s: float = 0.0
+    leave_bias_s: tuple[float, ...] = ()
+    exchange: Literal["all-gather", "all-to-all"] = "all-gather"
+    follow: float = 1.0
+    hot_steps: int = 4_096
+    stamp_jitter_s: float = 0.0
+    clock_steps: tuple[tuple[int, float, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -166,9 +181,16 @@ class Fault:
     its log. slow-rank: the work of `rank` in `phase` (None: all) and `layers` takes `factor` times as long, in a share
     `often` of the steps. slow-link: what `rank` sends takes `factor` times as long. frontend: the API server takes
     `length_s` more before a request is queued. slow-replica: all steps of `replica` take `factor` times as long.
+
+    A ring is as slow as its slowest link, so a slow-link holds up all in its group; in an all-to-all it does so with those
+    who get something over it: all from `rank`, or with side = destination `rank` alone; with `peer` the pair only.
+    host-slow: the host of `rank` (or with all_ranks of each) launches `phase` and `layers` late, by `length_s` a step and
+    `per_request_s` for each request of its batch; with `every_s` it stands still for `length_s` every so often, as for a
+    garbage collection. first-shape: the first step of each size of a batch takes `length_s` more, as for compiling or
+    capturing a graph.
     """
 
-    kind: Literal["pause", "slow-rank", "slow-link", "frontend", "slow-replica"]
+    kind: Literal["pause", "slow-rank", "slow-link", "frontend", "slow-replica", "host-slow", "first-shape"]
     name: str = ""
     from_s: float = 0.0
     to_s: float | None = None
@@ -181,6 +203,10 @@ class Fault:
     phase: str | None = None
     layers: tuple[int, ...] = ()
     often: float = 1.0
+    side: Literal["source", "destination"] = "source"
+    peer: int | None = None
+    all_ranks: bool = False
+    per_request_s: float = 0.0
 
     def holds_at(self, time_s: float) -> bool:
         return self.from_s <= time_s and (self.to_s is None or time_s < self.to_s)
@@ -197,7 +223,9 @@ class Telemetry:
 
     `profile`: windows (from, seconds) in which the ranks' profilers run. `client_offset_s`: what the clients' clock
     shows more than the engines'. `scrape_s`: seconds between two scrapes of /metrics. `client_format`: a line a request
-    with the times of its chunks, or the result file of `vllm bench serve --save-detailed`.
+    with the times of its chunks, or the result file of `vllm bench serve --save-detailed`. `profile_missing`: ranks
+    whose profiles are lost. `profile_dropped`: share of what ran on a GPU, or of gloo's transfers, that the profiles lost,
+    by buffers. `expert_load`: the trace has the tokens of each expert in the steps profiled (no file tells them).
     """
 
     spans: bool = True
@@ -211,6 +239,9 @@ class Telemetry:
     client_format: Literal["log", "vllm-bench"] = "log"
     network_s: float = 0.0005
     profile: tuple[tuple[float, float], ...] = ()
+    profile_missing: tuple[int, ...] = ()
+    profile_dropped: float = 0.0
+    expert_load: bool = False
 
 
 @dataclass(frozen=True)

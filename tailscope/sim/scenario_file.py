@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from tailscope.errors import UsageError
 from tailscope.safe import printable
-from tailscope.sim.ranks import DENSE, MOE, MOE_TP
+from tailscope.sim.ranks import places_of
 from tailscope.sim.scenario import Cause, Fault, Load, Scenario, Sizes, end_s
 
 #: A load that would send more is a mistake of units; it would not fit in memory either.
@@ -107,12 +107,20 @@ RANGES: dict[str, Range] = {
     "Ranks.hosts": FEW,
     "Ranks.offset_s": Range(-1e9, 1e9),
     "Ranks.drift_ppm": Range(-1e5, 1e5),
+    "Ranks.bandwidth_gb_s": Range(0, 1e6),
+    "Ranks.leave_bias_s": Range(0, 1),
+    "Ranks.follow": SHARE,
+    "Ranks.stamp_jitter_s": Range(0, 1),
+    # Its three numbers are a host, an instant and a jump, which may be back.
+    "Ranks.clock_steps": Range(-1e9, 1e9),
     "Gateway.max_in_flight": FROM_1,
     "Gateway.delay_s": Range(0, 3_600),
     "Fault.length_s": ABOVE_0,
     "Fault.every_s": Range(0.01),
     "Fault.factor": ABOVE_0,
     "Fault.often": Range(0, 1, above=True),
+    "Fault.per_request_s": Range(0, 1),
+    "Telemetry.profile_dropped": Range(0, 0.9),
     "Telemetry.scrape_s": Range(0.01),
     # Thirty years to either side are still times that a clock can show.
     "Telemetry.client_offset_s": Range(-1e9, 1e9),
@@ -138,9 +146,12 @@ READ_BY: dict[type, tuple[str, dict[str, tuple[str, ...]]]] = {
     Fault: (
         "kind",
         {
-            **dict.fromkeys(("every_s", "reason"), ("pause",)),
-            **dict.fromkeys(("rank", "phase", "layers", "often"), ("slow-rank", "slow-link")),
-            "length_s": ("pause", "frontend"),
+            **dict.fromkeys(("rank", "phase", "layers", "often"), ("slow-rank", "slow-link", "host-slow")),
+            **dict.fromkeys(("side", "peer"), ("slow-link",)),
+            **dict.fromkeys(("all_ranks", "per_request_s"), ("host-slow",)),
+            "every_s": ("pause", "host-slow"),
+            "reason": ("pause", "first-shape"),
+            "length_s": ("pause", "frontend", "host-slow", "first-shape"),
             "factor": ("slow-rank", "slow-link", "slow-replica"),
         },
     ),
@@ -422,9 +433,22 @@ def _check_ranks(scenario: Scenario) -> None:
         )
     if ranks.hosts > count:
         _fail("[ranks] hosts", f"must be at most the number of ranks, {count}, not {ranks.hosts}")
-    for key in ("offset_s", "drift_ppm"):
+    for key in ("offset_s", "drift_ppm", "leave_bias_s"):
         if len(getattr(ranks, key)) > count:
             _fail(f"[ranks] {key}", f"has {len(getattr(ranks, key))} entries, but there are {count} ranks")
+    for i, (host, at_s, _) in enumerate(ranks.clock_steps, 1):
+        if not 0 <= host < ranks.hosts or at_s < 0:
+            _fail(
+                f"[ranks] clock_steps[{i}]",
+                f"is [host, second, jump]: hosts are 0 to {ranks.hosts - 1}, seconds 0 or more",
+            )
+    if ranks.exchange == "all-to-all" and not engine.moe:
+        _fail("[ranks] exchange", "all-to-all is between experts; set moe = true in [engine]")
+    for rank in scenario.telemetry.profile_missing:
+        if rank >= count:
+            _fail(
+                "[telemetry] profile_missing", f"there is no rank {rank}; the last of {count} is {count - 1}"
+            )
 
 
 def _check_load(scenario: Scenario, load: Load, place: str) -> None:
@@ -464,7 +488,7 @@ def _check_fault(scenario: Scenario, fault: Fault, place: str) -> None:
             f"{place} replica",
             f"there is no replica {fault.replica}; the last is {engine.replicas + engine.prefill_replicas - 1}",
         )
-    if fault.kind in ("slow-rank", "slow-link"):
+    if fault.kind in ("slow-rank", "slow-link", "host-slow"):
         _check_rank_fault(scenario, fault, place)
     if fault.every_s is not None and fault.every_s <= fault.length_s:
         _fail(f"{place} every_s", f"must be above length_s, {fault.length_s:g}, not {fault.every_s:g}")
@@ -479,10 +503,15 @@ def _check_rank_fault(scenario: Scenario, fault: Fault, place: str) -> None:
         )
     if fault.rank >= count:
         _fail(f"{place} rank", f"there is no rank {fault.rank}; the last of {count} is {count - 1}")
+    if fault.peer is not None or fault.side == "destination":
+        key = "side" if fault.peer is None else "peer"
+        if ranks.exchange != "all-to-all":
+            _fail(f"{place} {key}", "is of exchange = all-to-all: a ring is slow for all of its ranks")
+        if fault.peer is not None and (fault.peer >= count or fault.peer == fault.rank):
+            _fail(f"{place} peer", f"must be another rank than {fault.rank}, up to {count - 1}")
     if any(layer >= ranks.layers for layer in fault.layers):
         _fail(f"{place} layers", f"must be below the number of layers, {ranks.layers}")
-    places = DENSE if not scenario.engine.moe else MOE_TP if ranks.tensor_parallel > 1 else MOE
-    phases = [p.after if fault.kind == "slow-rank" else p.phase for p in places]
+    phases = [p.phase if fault.kind == "slow-link" else p.after for p in places_of(scenario)]
     known = list(dict.fromkeys(phase for phase in phases if phase))
     if fault.phase is not None and fault.phase not in known:
         what = f"must be one of {', '.join(known)}, not {_shown(fault.phase)}"

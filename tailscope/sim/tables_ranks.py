@@ -12,18 +12,20 @@ from numpy.typing import NDArray
 
 from tailscope.schema import BY_NAME, PHASES, SOURCES
 from tailscope.sim.emit.kineto import BASE_NS, NONE, Profile, profiles
-from tailscope.sim.outcome import Outcome
+from tailscope.sim.outcome import Ints, Outcome
 from tailscope.sim.tables_sources import source_row
 
 
 def profile_tables(outcome: Outcome) -> dict[str, pa.Table]:
     """`profiles`, `rank_events`, `iterations` (of ranks) and `sources` as `ingest` makes them of the files, by table; those
-    with rows."""
+    with rows. Where the scenario tells it, `expert_load` too, which none of the files has."""
     parts: dict[str, list[pa.Table]] = {}
     for profile in profiles(outcome):
         tables = {"profiles": _profiles_row(profile), "rank_events": _rank_events(profile)}
         if profile.batches:
             tables["iterations"] = _iterations(profile)
+        if profile.expert_tokens is not None:
+            tables["expert_load"] = _expert_load(profile, profile.expert_tokens)
         tables["sources"] = _source_row(profile, tables)
         for name, rows in tables.items():
             parts.setdefault(name, []).append(rows)
@@ -43,7 +45,7 @@ def _common(profile: Profile) -> dict[str, Any]:
 def _source_row(profile: Profile, tables: Mapping[str, pa.Table]) -> pa.Table:
     """What `ingest` says of the file."""
     common = _common(profile)
-    times = [rows[BY_NAME[name].time or ""].to_numpy() for name, rows in tables.items()]
+    times = [rows[time].to_numpy() for name, rows in tables.items() if (time := BY_NAME[name].time)]
     row = source_row(
         "torch_profiler",
         common["instance"],
@@ -89,6 +91,22 @@ def _iterations(profile: Profile) -> pa.Table:
             "end_ns": pa.array(times[:, 1]),
             "end_basis": "measured",
             **{kind: pa.array(batches[:, i]) for i, kind in enumerate(kinds)},
+        }
+    )
+
+
+def _expert_load(profile: Profile, tokens: Ints) -> pa.Table:
+    """Tokens of the rank's own experts in its annotated steps. `tokens`: steps × layers × experts."""
+    experts = np.array([e for e in range(tokens.shape[2]) if profile.world.rank_of(e) == profile.rank])
+    mine = tokens[:, :, experts]
+    steps, layers, _ = mine.shape
+    return BY_NAME["expert_load"].batch(
+        {
+            **_common(profile),
+            "step": pa.array(np.repeat(np.arange(steps), layers * len(experts))),
+            "layer": pa.array(np.tile(np.repeat(np.arange(layers), len(experts)), steps)),
+            "expert": pa.array(np.tile(experts, steps * layers)),
+            "tokens": pa.array(mine.ravel()),
         }
     )
 

@@ -21,21 +21,27 @@ import orjson
 
 from tailscope.schema import PHASES
 from tailscope.sim.outcome import START_NS, Floats, Ints, Outcome, Steps
-from tailscope.sim.ranks import Place, RankWorld, Timeline
+from tailscope.sim.ranks import ALL_TO_ALL, HIDDEN, Place, RankWorld, Timeline
 
 #: Kineto counts times from the last whole multiple of so many seconds, three months.
 BASE_EVERY_S = 7_889_238
 BASE_NS: Final = START_NS // (BASE_EVERY_S * 1_000_000_000) * BASE_EVERY_S * 1_000_000_000
 #: Between a profile's last event and its export, and from one rank's export to the next's.
 EXPORT_NS, EXPORT_RANK_NS = 3_000_000, 370_000
-#: Width of the model, and of an attention head: for shapes and message sizes.
-HIDDEN, HEAD = 4_096, 128
+#: Width of an attention head: for shapes.
+HEAD = 128
 #: Of a piece of work the share before its op begins.
 BEFORE_OP = 0.02
 #: Longest call that enqueues a collective for gloo, s.
 ENQUEUE_S = 5e-5
 #: On a GPU: how long the launches of a step begin before its first kernel, at most, and how far they are apart, s.
 LEAD_S, LAUNCH_S = 2e-5, 5e-6
+#: An idle time before a kernel from which on its launch was late.
+IDLE_S = 1e-7
+#: Events in a buffer of the profiler: those are lost together.
+BUFFER = 24
+#: What seeds begin with, so that jitter and losses are drawn from streams of their own.
+JITTER_STREAM, LOSS_STREAM = 11, 12
 #: Streams of kernels and of NCCL's.
 COMPUTE, NCCL = 7, 24
 #: Events made JSON at a time.
@@ -47,6 +53,7 @@ CALLS = {
     "all_reduce": ("c10d::allreduce_", "AllReduce_Sum_bf16", "allreduce"),
     "all_gather": ("c10d::_allgather_base_", "AllGather", "_allgather_base"),
     "reduce_scatter": ("c10d::_reduce_scatter_base_", "ReduceScatter_Sum_bf16", "_reduce_scatter_base"),
+    ALL_TO_ALL: ("c10d::alltoall_base_", "SendRecv", "all_to_allv"),
 }
 #: Phase of work -> its op with gloo (and the phase that its name tells), then on a GPU; then the kernel.
 OPS: dict[str, tuple[tuple[str, str | None], tuple[str, str | None], str]] = {
@@ -112,6 +119,10 @@ class Profile:
     category: _Texts = field(default_factory=_Texts)
     said: _Texts = field(default_factory=_Texts)
     blocks: list[dict[str, Ints]] = field(default_factory=list)
+    #: Tokens of every expert in the annotated steps, where the scenario tells them: steps × layers × experts.
+    expert_tokens: Ints | None = None
+    #: Codes of the steps' names.
+    step_names: list[int] = field(default_factory=list)
 
     @property
     def dp(self) -> int:
@@ -179,8 +190,28 @@ class Profile:
             }
         )
 
-    def finish(self) -> None:
+    def _rng(self, stream: int) -> np.random.Generator:
+        return np.random.default_rng([stream, *self.world.seed, self.rank, self.window])
+
+    def _damage(self, columns: dict[str, Ints], dropped: float) -> dict[str, Ints]:
+        """What the profiler makes of kernels and gloo's transfers: stamps that are late, buffers that were lost."""
+        jitter_s = self.world.settings.stamp_jitter_s
+        if not jitter_s and not dropped:
+            return columns
+        category = self.category.code("kernel" if self.backend == "nccl" else "user_annotation")
+        some = np.flatnonzero((columns["category"] == category) & ~np.isin(columns["name"], self.step_names))
+        if jitter_s:
+            late = self._rng(JITTER_STREAM).uniform(0, jitter_s * 1e9, len(some)).astype(np.int64)
+            columns["start"][some] = np.minimum(columns["start"][some] + late, columns["end"][some])
+        some = some[np.argsort(columns["start"][some], kind="stable")]
+        lost = self._rng(LOSS_STREAM).random(len(some) // BUFFER + 1) < dropped
+        kept = np.ones(len(columns["start"]), bool)
+        kept[some[lost[np.arange(len(some)) // BUFFER]]] = False
+        return {c: values[kept] for c, values in columns.items()}
+
+    def finish(self, dropped: float = 0.0) -> None:
         columns = {c: np.concatenate([block[c] for block in self.blocks]) for c in (*_NUMBERS, *_CODES)}
+        columns = self._damage(columns, dropped)
         order = np.lexsort((-columns["end"], columns["start"]))
         self.columns = {c: values[order] for c, values in columns.items()}
         self.blocks = []
@@ -197,11 +228,26 @@ def profiles(outcome: Outcome) -> Iterator[Profile]:
             if first >= stop:
                 continue
             timeline = world.timelines(first, stop)
+            telemetry = outcome.scenario.telemetry
+            experts = _expert_tokens(world, timeline, steps) if telemetry.expert_load and world.moe else None
             for rank in range(world.ranks):
+                if rank in telemetry.profile_missing:
+                    continue
                 profile = Profile(world, rank, number)
                 _Shown(profile, timeline, steps).show()
-                profile.finish()
+                if experts is not None:
+                    own = steps[profile.dp].dummy[timeline.first : timeline.first + len(experts)]
+                    profile.expert_tokens = experts[~own]
+                profile.finish(telemetry.profile_dropped)
                 yield profile
+
+
+def _expert_tokens(world: RankWorld, timeline: Timeline, steps: dict[int, Steps]) -> Ints:
+    """Tokens of every expert in the steps of a timeline: steps × layers × experts."""
+    first, stop = timeline.first, timeline.first + len(timeline.start_s)
+    tokens = np.array([_tokens(steps[e])[first:stop] for e in range(world.engines)])
+    by_rank = world.exchanged(tokens.T, world.loads(first, stop)).sum(axis=-2)
+    return world.experts.tokens(first, by_rank)
 
 
 class _Shown:
@@ -227,6 +273,12 @@ class _Shown:
         tokens = np.array([_tokens(steps[e])[rows] for e in range(self.world.engines)])
         #: Tokens of the engine's batch; and of the largest, to which those of all are padded, as parts for each rank.
         self.tokens, self.part = tokens[profile.dp], -(-tokens.max(axis=0) // self.world.tp)
+        #: In an all-to-all the rows that this rank sends to each and gets from each: steps × layers × ranks.
+        self.sent = self.received = np.zeros((count, layers, 0), np.int64)
+        if self.world.moe:
+            load = self.world.loads(rows.start, rows.stop)
+            rows_of = self.world.exchanged(tokens.T, load)
+            self.sent, self.received = rows_of[:, :, rank], rows_of[..., rank]
         profile.batches = [_batch(own, rows.start + int(k)) for k in np.flatnonzero(self.annotated)]
         self.places: Sequence[Place] = self.world.places
         self.units = sum(1 + (place.after is not None) for place in self.places)
@@ -240,6 +292,7 @@ class _Shown:
     def _annotate(self, start: Floats, end: Floats, category: str, thread: int) -> None:
         shown = self.annotated
         names = [self.profile.name.code(_annotation(batch)) for batch in self.profile.batches]
+        self.profile.step_names = names
         if category == "user_annotation":
             times = (self.world.clock_ns(self.profile.rank, t[shown]).tolist() for t in (start, end))
             self.profile.step_ns = list(zip(*times, strict=True))
@@ -264,9 +317,9 @@ class _Shown:
                     name, "cpu_op", opened, arrival, thread=main, phase=_phase(phase), said=said, **common
                 )
             called = arrival + np.minimum(ENQUEUE_S, (leave - arrival) / 2)
-            said = self._by_tokens(self._call_said, place)
+            said = self._told(self._call_said, place)
             profile.add(CALLS[place.kind][0], "cpu_op", arrival, called, thread=main, said=said, **common)
-            said = self._by_tokens(self._gloo_said, place)
+            said = self._told(self._gloo_said, place)
             thread = main + 300 + index
             name = f"gloo:{place.kind}"
             profile.add(
@@ -286,9 +339,11 @@ class _Shown:
         room = (kernels.reshape(count, -1) - first[:, None]) / np.arange(1, layers * self.units + 1)
         apart = np.minimum(LAUNCH_S, room.min(axis=1))
         # The step's annotation begins before the first op.
-        slots = first[:, None] + apart[:, None] * (0.05 + np.arange(layers * self.units))
+        late, apart = self._late_launches(kernels.reshape(count, -1), first, apart)
+        slots = first[:, None] + apart[:, None] * (0.05 + np.arange(layers * self.units)) + late
         self.slots, self.apart = slots.reshape(count, layers, self.units), apart[:, None]
-        self._annotate(first, first + apart * layers * self.units, "user_annotation", self.profile.pid)
+        over = first + apart * layers * self.units + late[:, -1]
+        self._annotate(first, over, "user_annotation", self.profile.pid)
         begin, end = self.begin[:, 0, 0], self.leave[:, -1, -1]
         self._annotate(begin, end, "gpu_user_annotation", COMPUTE)
         unit = 0
@@ -298,6 +353,28 @@ class _Shown:
                 unit += 1
             self._show_collective(index, place, unit)
             unit += 1
+
+    def _late_launches(self, kernels: Floats, first: Floats, apart: Floats) -> tuple[Floats, Floats]:
+        """How much later than in a row each kernel of a step is launched (steps × kernels), and how far apart they are.
+
+        A kernel that begins a while after the one before has ended was launched only then.
+        """
+        left = np.concatenate(
+            [np.zeros_like(self.leave[:, 0, :1]), self.leave.reshape(len(first), -1)[:, :-1]], axis=1
+        )
+        left[:, 0] = self.start
+        idle = self.begin - left.reshape(self.begin.shape)
+        places = [i for i, place in enumerate(self.places) for _ in range(1 + (place.after is not None))]
+        opens = np.array(
+            [i == places.index(p) and self.places[p].after is not None for i, p in enumerate(places)]
+        )
+        waited = (idle[:, :, places] > IDLE_S) & opens
+        if not waited.any():
+            return np.zeros(kernels.shape), apart
+        apart = np.minimum(apart, np.diff(kernels, axis=1).min(axis=1))
+        slot = first[:, None] + apart[:, None] * (1 + np.arange(kernels.shape[1]))
+        behind = np.where(waited.reshape(kernels.shape), np.maximum(kernels - slot, 0.0), 0.0)
+        return np.maximum.accumulate(behind, axis=1), apart
 
     def _kernel_starts(self, index: int) -> Floats:
         """When the kernels of a place start: of the work before it, if there is any, and its own."""
@@ -315,18 +392,19 @@ class _Shown:
     def _show_collective(self, index: int, place: Place, unit: int) -> None:
         profile = self.profile
         call, kernel, _ = CALLS[place.kind]
-        self._launched(call, NONE, self._by_tokens(self._call_said, place), unit)
+        self._launched(call, NONE, self._told(self._call_said, place), unit)
         # A number for each collective of a group, from the first step on.
         in_group = [p for p in self.places if p.everyone == place.everyone]
         seq = self.numbers * len(in_group) + in_group.index(place)
-        told = self._by_tokens(self._c10d_said, place)
+        told = self._told(self._c10d_said, place)
         slot = self.slots[:, :, unit]
         profile.add(
             "record_param_comms", "cpu_op", slot + 0.2 * self.apart, slot + 0.8 * self.apart,
             thread=profile.pid, step=self.step, layer=self.layer, said=told, seq=seq,
         )  # fmt: skip
-        told = self._by_tokens(self._nccl_said, place)
-        name = f"ncclDevKernel_{kernel}_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+        told = self._told(self._nccl_said, place)
+        ring = "" if place.kind == ALL_TO_ALL else "_RING_LL"
+        name = f"ncclDevKernel_{kernel}{ring}(ncclDevKernelArgsStorage<4096ul>)"
         arrival, leave = self.arrival[:, :, index], self.leave[:, :, index]
         self._kernel(name, arrival, leave, unit, NCCL, phase=_phase(place.phase), said=told, seq=seq)
 
@@ -364,8 +442,23 @@ class _Shown:
         ]
         return np.array(codes, np.int64)[:, None]
 
-    def _elements(self, place: Place, tokens: int, part: int) -> tuple[int, int]:
+    def _told(self, what: Callable[..., _Said], place: Place) -> Ints:
+        """Codes of what the events of a collective say: in an all-to-all each has rows of its own."""
+        if place.kind != ALL_TO_ALL:
+            return self._by_tokens(what, place)
+        # What came for the experts goes back from them.
+        rows = (self.sent, self.received) if place.phase == "dispatch" else (self.received, self.sent)
+        given, got = (values.reshape(self.step.size, -1).tolist() for values in rows)
+        codes = [
+            self.profile.said.code((what.__name__, place, *pair), partial(what, place, *pair))
+            for pair in zip(map(tuple, given), map(tuple, got), strict=True)
+        ]
+        return np.array(codes, np.int64).reshape(self.step.shape)
+
+    def _elements(self, place: Place, tokens: _Rows, part: _Rows) -> tuple[int, int]:
         """Elements that a rank gives into a collective and gets out of it."""
+        if isinstance(tokens, tuple) or isinstance(part, tuple):
+            return sum(_listed_rows(tokens)) * HIDDEN, sum(_listed_rows(part)) * HIDDEN
         if place.kind == "all_reduce":
             return tokens * HIDDEN, tokens * HIDDEN
         whole = part * self.world.ranks
@@ -380,20 +473,30 @@ class _Shown:
         rows = part * self.world.ranks if after == "expert" else tokens
         return _shaped([[rows, HIDDEN], [rows, HIDDEN]], ["float", "float"])
 
-    def _call_said(self, place: Place, tokens: int, part: int) -> _Said:
+    def _call_said(self, place: Place, tokens: _Rows, part: _Rows) -> _Said:
         given, got = (n // HIDDEN for n in self._elements(place, tokens, part))
+        if place.kind == ALL_TO_ALL:
+            # alltoall_base_(output, input, group, output_split_sizes, input_split_sizes, async, timeout)
+            splits = [str(list(_listed_rows(rows))) for rows in (part, tokens)]
+            said = _shaped(
+                [[got, HIDDEN], [given, HIDDEN], [], [], [], [], []],
+                ["float", "float", "", "ScalarList", "ScalarList", "Scalar", "Scalar"],
+            )
+            return _Said({**said.args, "Concrete Inputs": ["", "", "", *splits, "True", "-1"]}, said.columns)
         if place.kind == "all_reduce":
             return _shaped([[[given, HIDDEN]], [], []], ["TensorList", "", ""])
         return _shaped([[got, HIDDEN], [given, HIDDEN], []], ["float", "float", ""])
 
-    def _gloo_said(self, place: Place, tokens: int, part: int) -> _Said:
-        given, _ = self._elements(place, tokens, part)
+    def _gloo_said(self, place: Place, tokens: _Rows, part: _Rows) -> _Said:
+        given, got = self._elements(place, tokens, part)
         said = _shaped([[given // HIDDEN, HIDDEN]], ["float"])
         size = 4 * given
-        both = {"bytes_in": size, "bytes_out": size if place.kind == "all_reduce" else None}
+        both: dict[str, Any] = {"bytes_in": size, "bytes_out": size if place.kind == "all_reduce" else None}
+        if place.kind == ALL_TO_ALL:
+            both |= {"bytes_out": 4 * got, **_splits(tokens, part)}
         return _Said(said.args, {**said.columns, **both, "collective": place.kind, "dtype": "float"})
 
-    def _c10d_said(self, place: Place, tokens: int, part: int) -> _Said:
+    def _c10d_said(self, place: Place, tokens: _Rows, part: _Rows) -> _Said:
         """c10d's metadata, as on the call and on its kernel."""
         given, got = self._elements(place, tokens, part)
         group = self.profile.group(place.everyone)
@@ -405,15 +508,15 @@ class _Shown:
                 "Out msg nelems": got,
                 "Group size": len(ranks),
                 "dtype": "BFloat16",
-                "In split size": "[]",
-                "Out split size": "[]",
+                "In split size": str(list(_listed_rows(tokens))),
+                "Out split size": str(list(_listed_rows(part))),
                 "Process Group Name": group,
                 "Process Group Description": "undefined",
                 "Process Group Ranks": str(ranks),
             }
         )
 
-    def _nccl_said(self, place: Place, tokens: int, part: int) -> _Said:
+    def _nccl_said(self, place: Place, tokens: _Rows, part: _Rows) -> _Said:
         told = self._c10d_said(place, tokens, part).args
         return _Said(
             {"device": 0, "context": 1, "stream": NCCL, **told},
@@ -424,12 +527,30 @@ class _Shown:
                 "bytes_in": 2 * told["In msg nelems"],
                 "bytes_out": 2 * told["Out msg nelems"],
                 "dtype": told["dtype"],
+                **(_splits(tokens, part) if place.kind == ALL_TO_ALL else {}),
             },
         )
 
 
 def _phase(name: str | None) -> int:
     return NONE if name is None else PHASES.index(name)
+
+
+#: A batch's tokens, or in an all-to-all the rows to or from each rank.
+_Rows = int | tuple[int, ...]
+
+
+def _listed_rows(rows: _Rows) -> tuple[int, ...]:
+    return rows if isinstance(rows, tuple) else ()
+
+
+def _splits(given: _Rows, got: _Rows) -> dict[str, Any]:
+    """Columns of an exchange that c10d's splits tell."""
+    return {
+        "in_split": list(_listed_rows(given)),
+        "out_split": list(_listed_rows(got)),
+        "tokens": sum(_listed_rows(got)),
+    }
 
 
 def _tokens(steps: Steps) -> Ints:
