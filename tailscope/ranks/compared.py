@@ -14,6 +14,7 @@ from importlib.resources import files
 import pyarrow as pa
 
 from tailscope.align import Scope
+from tailscope.ranks.phases import write_phases
 from tailscope.ranks.waits import WindowWaits, compare
 from tailscope.ranks.windows import Window, find_windows
 from tailscope.store import Trace
@@ -112,6 +113,7 @@ def write_ranks(trace: Trace, scope: Scope) -> None:
         ]
     _create(trace, "rank_windows", pa.Table.from_pylist(about, schema=_WINDOWS))
     _create(trace, "rank_clocks", pa.Table.from_pylist(clocks, schema=_CLOCKS))
+    write_phases(trace, windows)
     for name in ("rank_steps", "step_evidence", "pauses"):
         con.execute(files(__package__).joinpath(f"{name}.sql").read_text(encoding="utf-8"))
 
