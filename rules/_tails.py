@@ -66,6 +66,10 @@ def sentence(hurt: Sequence[Tail], what: str) -> str:
     return f"{what}: {', '.join(parts)}"
 
 
+def counted(n: int, noun: str) -> str:
+    return f"{n:,} {noun}{'s' * (n != 1)}"
+
+
 def engine_name(row: Row) -> str:
     """How an engine is called: by its number, and by its instance where there are several."""
     number = "" if row["engine"] is None else str(row["engine"])

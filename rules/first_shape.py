@@ -28,7 +28,9 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
 def lane_decision(lane: Row, limits: Mapping[str, float]) -> Decision:
     """What an engine, or some that step together, say."""
     if lane["usable"] is None:
-        return Decision("inconclusive", f"{lane['steps']} steps: too few to know what a step takes")
+        return Decision(
+            "inconclusive", f"{_tails.counted(lane['steps'], 'step')}: too few to know what a step takes"
+        )
     if not lane["usable"]:
         return Decision("inconclusive", "what steps take does not follow their batches")
     found = lane["found"] or []

@@ -34,13 +34,15 @@ def lane_decision(rows: Sequence[Row], limits: Mapping[str, float]) -> Decision:
     """What the long steps of an engine, or of some that step together, say. A row without a step stands for none."""
     lane = rows[0]
     if lane["usable"] is None:
-        return Decision("inconclusive", f"{lane['steps']} steps: too few to know what a step takes")
+        return Decision(
+            "inconclusive", f"{_tails.counted(lane['steps'], 'step')}: too few to know what a step takes"
+        )
     if not lane["usable"]:
         return Decision("inconclusive", "what steps take does not follow their batches")
     rows = [row for row in rows if row["round"] is not None]
     if not rows:
         return Decision("clear", f"none of {lane['steps']} steps takes much longer than its batch")
-    steps = "1 long step" if len(rows) == 1 else f"{len(rows)} long steps"
+    steps = _tails.counted(len(rows), "long step")
     found, clock = best_rhythm(rows)
     if found is None:
         few = len(rows) < rhythm.MIN_EVENTS
