@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import groupby
 
-from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Threshold
+from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Threshold, severity_of
 
 from . import _tails
 from ._tails import Row, Tail
@@ -18,19 +19,138 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
     if not rows:
         return Decision("no-data", RULE.missing)
     first = rows[0]
+    windows = [
+        decision
+        for _, window in groupby(first["by_ranks"] or (), key=lambda r: r["win"])
+        if (decision := by_ranks(list(window), first["instances"], limits))
+    ]
+    # Where there are requests to hurt, their tails decide.
+    if windows and (first["lane"] is None or not first["classes"]):
+        return summed_up(windows)
     if first["lane"] is None:
         if (first["most_engines"] or 1) < 2:
             return Decision("clear", "each instance has one engine")
         if first["fewest_steps"] < FEW_STEPS:
             return Decision("inconclusive", "too few steps to see whether the engines step together")
         return Decision("clear", "the engines of an instance do not step together")
-    decisions = [lane_decision(row, limits) for row in rows]
+    return summed_up([lane_decision(row, limits) for row in rows])
+
+
+def summed_up(decisions: Sequence[Decision]) -> Decision:
     findings = tuple(finding for decision in decisions for finding in decision.findings)
     for status in ("found", "inconclusive", "clear"):
-        chosen = [decision.reason for decision in decisions if decision.status == status]
+        chosen = [decision for decision in decisions if decision.status == status]
         if chosen:
-            return Decision(status, "; ".join(list(dict.fromkeys(chosen))[:3]), findings)
-    raise AssertionError("a lane has one of these")
+            reasons = dict.fromkeys(decision.reason for decision in chosen)
+            return Decision(chosen[0].status, "; ".join(list(reasons)[:3]), findings)
+    raise AssertionError("each decision has one of these")
+
+
+def by_ranks(rows: Sequence[Row], instances: int, limits: Mapping[str, float]) -> Decision | None:
+    """What the ranks of one window wait for in collectives that span engines, one row a waiting and a last engine."""
+    waiting = {engine: Waiting.of(list(group)) for engine, group in groupby(rows, key=lambda r: r["engine"])}
+    most = max(waiting.values(), key=lambda w: w.share)
+    costs = (
+        f"ranks of engine {most.engine} wait {most.share:.0%} of their steps' time for an engine with more to prefill, "
+        f"{most.each_ns / 1e6:.3g} ms at a time"
+    )
+    if most.share < limits["time"] or most.each_ns < limits["gap"] * most.usual_ns:
+        return Decision("clear", f"{costs}: no stall")
+    if most.each_ns < limits["contrast"] * most.beside_ns:
+        return Decision(
+            "clear",
+            f"{costs}, and {most.beside_ns / 1e6:.3g} ms for one without more: prefill is not what they wait for",
+        )
+    caused: dict[int, float] = {}
+    for row in rows:
+        caused[row["last_engine"]] = caused.get(row["last_engine"], 0.0) + row["behind_ns"] / 1e9
+    named = {"instances": instances, "instance": rows[0]["instance"]}
+    evidence = [
+        Evidence(
+            f"engine {w.engine}: its ranks wait {w.share:.0%} of the time of their steps in collectives for an engine with more to prefill, "
+            f"{w.each_ns / 1e6:.3g} ms at a time; for engines without more {w.beside_ns / 1e6:.3g} ms; a usual step takes "
+            f"{w.usual_ns / 1e6:.3g} ms",
+            {
+                "engine": w.engine,
+                "share": w.share,
+                "each_ns": w.each_ns,
+                "beside_ns": w.beside_ns,
+                "usual_ns": w.usual_ns,
+            },
+        )
+        for w in sorted(waiting.values(), key=lambda w: -w.share)[:4]
+    ]
+    victims = tuple(
+        Party("engine", _tails.engine_name({**named, "engine": w.engine}), {"share_of_steps": w.share})
+        for w in waiting.values()
+        if w.share >= limits["time"]
+    )
+    culprit, title = blamed(caused, named, len(waiting), limits)
+    found = Finding(
+        rule=RULE.name,
+        status="found",
+        severity=severity_of(most.share),
+        basis="measured",
+        title=title,
+        culprit=culprit,
+        victims=tuple(v for v in victims if v.id != culprit.id),
+        share_of_tail=None,
+        window_ns=None,
+        evidence=(*evidence, caused_by(caused)),
+        counter_evidence=(Evidence("no requests are known that it would have made slow"),),
+        remedies=RULE.remedies,
+        confirm_by=RULE.confirm_by,
+    )
+    return Decision("found", costs, (found,))
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What the ranks of an engine wait in collectives for other engines: as a share of their steps for one that has more
+    to prefill, how long each time, how long each time for one that has not, and how long a step is."""
+
+    engine: int
+    share: float
+    each_ns: float
+    beside_ns: float
+    usual_ns: float
+
+    @staticmethod
+    def of(rows: Sequence[Row]) -> Waiting:
+        behind, beside = sum(r["behind_ns"] for r in rows), sum(r["beside_ns"] for r in rows)
+        return Waiting(
+            rows[0]["engine"],
+            float(behind / max(rows[0]["step_ns"], 1)),
+            float(behind / max(sum(r["behind_steps"] for r in rows), 1)),
+            float(beside / max(sum(r["beside_steps"] for r in rows), 1)),
+            float(rows[0]["usual_ns"]),
+        )
+
+
+def blamed(
+    caused: Mapping[int, float], named: Row, engines: int, limits: Mapping[str, float]
+) -> tuple[Party, str]:
+    """Whom the waiting is due to, and the finding's title: one engine, or whichever prefills."""
+    total = sum(caused.values())
+    worst = max(caused, key=lambda engine: caused[engine])
+    detail = {"instance": named["instance"], "share_of_waiting": caused[worst] / total if total else None}
+    if total and caused[worst] >= limits["one"] * total:
+        name = _tails.engine_name({**named, "engine": worst})
+        return Party("engine", name, detail), f"Engines in step with engine {name} wait for its prefill"
+    return Party(
+        "engine", "whichever prefills", detail
+    ), f"{engines} engines in step wait for whichever of them prefills"
+
+
+def caused_by(caused: Mapping[int, float]) -> Evidence:
+    total = sum(caused.values())
+    parts = (
+        f"engine {engine} {seconds / total if total else 0:.0%}"
+        for engine, seconds in sorted(caused.items(), key=lambda item: -item[1])[:4]
+    )
+    return Evidence(
+        f"the waiting is caused by {', '.join(parts)}", {"caused_s": {str(e): s for e, s in caused.items()}}
+    )
 
 
 def lane_decision(lane: Row, limits: Mapping[str, float]) -> Decision:
@@ -45,9 +165,11 @@ def lane_decision(lane: Row, limits: Mapping[str, float]) -> Decision:
         f"up to {most['longest_s']:.3g} s in a step"
     )
     hurt = [tail for tail in all_tails(lane) if matters(tail, lane, limits)]
-    if not hurt:
-        return Decision("clear", f"{costs}: too little to make a tail")
-    return Decision("found", costs, (finding(lane, hurt, limits),))
+    if hurt:
+        return Decision("found", costs, (finding(lane, hurt, limits),))
+    if not lane["classes"]:
+        return Decision("inconclusive", f"{costs}; without requests nothing says whom that hurts")
+    return Decision("clear", f"{costs}: too little to make a tail")
 
 
 def share_of_time(engine: Row) -> float:
@@ -70,10 +192,9 @@ def matters(tail: Tail, lane: Row, limits: Mapping[str, float]) -> bool:
 
 def finding(lane: Row, hurt: Sequence[Tail], limits: Mapping[str, float]) -> Finding:
     engines = lane["engines"]
-    caused_s = sum(e["caused_s"] for e in engines)
-    worst = max(engines, key=lambda e: e["caused_s"])
-    one = caused_s > 0 and worst["caused_s"] >= limits["one"] * caused_s
-    name = _tails.engine_name({**lane, "engine": worst["engine"]})
+    caused = {e["engine"]: e["caused_s"] for e in engines}
+    caused_s = sum(caused.values())
+    culprit, title = blamed(caused, lane, len(engines), limits)
     dragged = sorted(engines, key=lambda e: -e["waited_s"])
     evidence = [
         Evidence(
@@ -93,14 +214,7 @@ def finding(lane: Row, hurt: Sequence[Tail], limits: Mapping[str, float]) -> Fin
             f"step takes {lane['usual_s'] or 0:.3g} s (median)",
             {"longest_s": longest["longest_s"], "usual_s": lane["usual_s"]},
         ),
-        Evidence(
-            "their steps end together, the long ones as well; caused by "
-            + ", ".join(
-                f"engine {e['engine']} {e['caused_s'] / caused_s if caused_s else 0:.0%}"
-                for e in sorted(engines, key=lambda e: -e["caused_s"])[:4]
-            ),
-            {"caused_s": {str(e["engine"]): e["caused_s"] for e in engines}},
-        ),
+        caused_by(caused),
     ]
     along = [e for e in engines if e["along_s"] > 0]
     if along:
@@ -110,23 +224,13 @@ def finding(lane: Row, hurt: Sequence[Tail], limits: Mapping[str, float]) -> Fin
                 + ", ".join(f"engine {e['engine']} {e['along_s']:.3g} s" for e in along[:4])
             )
         )
-    who = f"engine {name}" if one else "whichever of them"
     return Finding(
         rule=RULE.name,
         status="found",
         severity=_tails.severity(hurt),
         basis="inferred",
-        title=f"{len(engines)} engines in step wait for {who} prefills"
-        if not one
-        else f"Engines in step with {who} wait for its prefill",
-        culprit=Party(
-            "engine",
-            name if one else "whichever prefills",
-            {
-                "instance": lane["instance"],
-                "share_of_waiting": worst["caused_s"] / caused_s if caused_s else None,
-            },
-        ),
+        title=title,
+        culprit=culprit,
         victims=(
             *_tails.victims(hurt),
             *(
@@ -136,7 +240,8 @@ def finding(lane: Row, hurt: Sequence[Tail], limits: Mapping[str, float]) -> Fin
                     {"request_seconds": e["waited_s"]},
                 )
                 for e in dragged
-                if e["waited_s"] >= limits["share"] * caused_s and not (one and e is worst)
+                if e["waited_s"] >= limits["share"] * caused_s
+                and _tails.engine_name({**lane, "engine": e["engine"]}) != culprit.id
             ),
         ),
         share_of_tail=hurt[0].share,

@@ -44,6 +44,45 @@ usual AS (
     FROM (SELECT lane, round, max(tile_s) AS tile_s, sum(prefill_tokens) AS prefill FROM steps_of GROUP BY lane, round)
     WHERE prefill = 0 GROUP BY lane
 ),
+-- By the ranks' profiles: who waits in collectives that span engines, whether the one that all wait for has more to prefill.
+batches AS (
+    SELECT source, rank, iteration, any_value(prefill_tokens) AS prefill_tokens FROM iterations WHERE rank IS NOT NULL GROUP BY ALL
+),
+arrivals AS (
+    SELECT r."window", r."group", r.round, r.rank, r.step, r.is_last, r.caused_ns, r.wait_ns, r.error_ns, r.start_ns - coalesce(r.work_ns, 0) AS from_ns, r.end_ns,
+           w.instance, w.engine, coalesce(b.prefill_tokens, 0) AS prefill_tokens
+    FROM rank_rounds r
+    JOIN rank_windows w ON w."window" = r."window" AND w.rank = r.rank AND w.used AND w.engine IS NOT NULL
+    LEFT JOIN batches b ON b.source = w.source AND b.rank = r.rank AND b.iteration = r.step
+    WHERE r.complete
+),
+lasts AS (
+    SELECT "window", "group", round, arg_max(engine, is_last::INT) AS last_engine, arg_max(prefill_tokens, is_last::INT) AS last_prefill
+    FROM arrivals GROUP BY ALL HAVING count(DISTINCT engine) > 1
+),
+waited AS (
+    SELECT a."window", a.instance, a.engine, a.rank, a.step, l.last_engine,
+           sum(a.wait_ns) FILTER (WHERE l.last_prefill > a.prefill_tokens) AS behind_ns,
+           sum(a.wait_ns) FILTER (WHERE l.last_prefill <= a.prefill_tokens) AS beside_ns
+    FROM arrivals a JOIN lasts l USING ("window", "group", round) WHERE l.last_engine <> a.engine AND a.step IS NOT NULL
+      -- A wait that clocks cannot tell counts for nothing.
+      AND a.wait_ns > 3 * a.error_ns
+    GROUP BY ALL
+),
+profiled AS (
+    SELECT "window", engine, sum(step_ns) AS step_ns, median(step_ns) AS usual_ns
+    FROM (SELECT "window", engine, rank, step, max(end_ns) - min(from_ns) AS step_ns FROM arrivals WHERE step IS NOT NULL GROUP BY ALL)
+    GROUP BY "window", engine
+),
+by_ranks AS (
+    SELECT list({win: "window", instance: instance, engine: engine, last_engine: last_engine, behind_ns: behind_ns, beside_ns: beside_ns, behind_steps: behind_steps,
+                 beside_steps: beside_steps, step_ns: step_ns, usual_ns: usual_ns} ORDER BY "window", engine, last_engine) AS by_ranks
+    FROM (
+        SELECT w."window", w.instance, w.engine, w.last_engine, coalesce(sum(behind_ns), 0) AS behind_ns, coalesce(sum(beside_ns), 0) AS beside_ns,
+               count(behind_ns) AS behind_steps, count(beside_ns) AS beside_steps, any_value(p.step_ns) AS step_ns, any_value(p.usual_ns) AS usual_ns
+        FROM waited w JOIN profiled p USING ("window", engine) GROUP BY w."window", w.instance, w.engine, w.last_engine
+    )
+),
 together AS (
     SELECT lane, any_value(instance) AS instance, bool_and(usable) AS usable, min(first_ns) AS first_ns, max(last_ns) AS last_ns,
            list({engine: engine, own: own, busy_s: busy_s, work_s: work_s, dragged_s: dragged_s, dragged_idle_s: dragged_idle_s,
@@ -51,7 +90,7 @@ together AS (
     FROM lanes JOIN caused USING (lane, engine) GROUP BY lane
 )
 SELECT
-    t.*, h.hurt, u.usual_s,
+    t.*, h.hurt, u.usual_s, (SELECT by_ranks FROM by_ranks) AS by_ranks,
     (SELECT max(n) FROM (SELECT count(*) AS n FROM engines GROUP BY instance)) AS most_engines,
     (SELECT min(own) FROM engines) AS fewest_steps,
     (SELECT count(DISTINCT instance) FROM step_costs) AS instances,

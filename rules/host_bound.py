@@ -111,7 +111,7 @@ def finding(
             )
         )
     growth = grows(row["by_batch"])
-    counter = []
+    counter: list[Evidence] = []
     if growth is not None:
         slope_us, p_value = growth
         sentence = (

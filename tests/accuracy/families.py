@@ -232,6 +232,18 @@ def paused(rng: Rng, strength: float) -> Scenario:
     )
 
 
+def in_step(rng: Rng, strength: float) -> Scenario:
+    """Data-parallel engines of a mixture of experts, one of which now and then has a long prompt."""
+    made = engine(rng, data_parallel=int(rng.choice([2, 4])), moe=True)
+    documents = replace(
+        long_prompts(rng, 1.0),
+        rate=0.04 * strength,
+        prompt_tokens=Sizes(uniform(rng, 6_000, 16_000), 0.3, 4_000, 31_000),
+    )
+    alone = Cause("dp-coupling", None, (), {"engine": {"moe": False}})
+    return world(rng, chat(rng, uniform(rng, 8, 16)), documents, engine=made, causes=(alone, COUPLED))
+
+
 # -- pairs -------------------------------------------------------------------------------------
 
 
@@ -397,6 +409,26 @@ def regular_documents(rng: Rng, _: float) -> Scenario:
     return world(rng, chat(rng), documents, causes=(COUPLED,))
 
 
+def engines_apart(rng: Rng, _: float) -> Scenario:
+    """Data-parallel engines of a dense model, which share nothing: a long prompt holds up its own engine alone."""
+    made = engine(rng, data_parallel=int(rng.choice([2, 4])), moe=False)
+    return world(rng, chat(rng, uniform(rng, 8, 16)), long_prompts(rng, 2.0), engine=made, causes=(COUPLED,))
+
+
+def engines_alike(rng: Rng, _: float) -> Scenario:
+    """Engines of a mixture of experts with short prompts only: they wait for each other's, but for no long time."""
+    made = engine(rng, data_parallel=int(rng.choice([2, 4])), moe=True)
+    return world(rng, chat(rng, uniform(rng, 8, 16)), engine=made)
+
+
+def new_shapes(rng: Rng, strength: float) -> Scenario:
+    """An engine that compiles for each size of a batch when it first comes."""
+    fault = Fault("first-shape", "cold", length_s=float(rng.uniform(0.5, 2.0)) * strength, reason="unknown")
+    return world(
+        rng, chat(rng), faults=(fault,), causes=(Cause("first-shape", None, (), {"faults": ["cold"]}),)
+    )
+
+
 def too_few(rng: Rng, _: float) -> Scenario:
     load = chat(rng, 0.5, arrivals="poisson", requests=int(rng.integers(6, 19)))
     return world(rng, load, replace(long_prompts(rng, 1.0), requests=2), duration_s=40.0)
@@ -440,4 +472,14 @@ FAMILIES: tuple[Family, ...] = (
     Family("pauses at random", "decoy", pauses_at_random, "an engine that stops now and then"),
     Family("heavy steps", "decoy", heavy_steps, "steps with a long tail of their own"),
     Family("regular documents", "fault", regular_documents, "long prompts at a beat"),
+    Family("engines in step", "fault", in_step, "engines that wait for another's long prompt", (1, 3)),
+    Family("engines apart", "fault", engines_apart, "long prompts on engines that share nothing"),
+    Family(
+        "engines alike",
+        "decoy",
+        engines_alike,
+        "engines in step, short prompts only",
+        suspects={"dp-coupling": lambda one: replace(one, engine=replace(one.engine, moe=False))},
+    ),
+    Family("new shapes", "fault", new_shapes, "an engine that compiles while it serves", (0.3, 1)),
 )
