@@ -291,6 +291,15 @@ RULE = Rule(
             "x p50",
             "A chunk beside a decode is how chunked prefill works: less than a doubled gap is no stall.",
         ),
+        Threshold(
+            "time", 0.1, "of step time", "Ranks that wait less for each other are as even as ranks are."
+        ),
+        Threshold(
+            "contrast",
+            2,
+            "x",
+            "Who waits as long for an engine without more to prefill waits for something else.",
+        ),
         Threshold("one", 0.8, "of the waiting", "Below that the part goes round, and no engine is to blame."),
     ),
     remedies=(

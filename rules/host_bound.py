@@ -75,7 +75,13 @@ def finding(
     ranks: Sequence[Row], row: Row, share: float, is_rare: bool, limits: Mapping[str, float]
 ) -> Finding:
     """`row`: the rank that stands for all; `is_rare`: few long gaps instead of one in each step."""
-    name = _tails.engine_name(row)
+    engines = {r["engine"] for r in ranks}
+    # Where the engines of an instance are alike it is not one of them.
+    culprit = (
+        Party("instance", str(row["instance"]), {"engines": sorted(e for e in engines if e is not None)})
+        if len(engines) > 1
+        else Party("engine", _tails.engine_name(row), {"instance": row["instance"]})
+    )
     ms = 1e6
     where = "before it begins" if row["gap_share"] >= row["share"] / 2 else "inside of it, between kernels"
     evidence = [
@@ -135,14 +141,15 @@ def finding(
             )
         )
     what = "Few long gaps leave" if is_rare else "Its host leaves"
-    who = f"the GPU{'s' * (len(ranks) > 1)} of engine {name}" if row["on_gpu"] else f"engine {name}"
+    owner = f"{culprit.kind} {culprit.id}"
+    who = f"the GPU{'s' * (len(ranks) > 1)} of {owner}" if row["on_gpu"] else owner
     return Finding(
         rule=RULE.name,
         status="found",
         severity=severity_of(share),
         basis="measured",
         title=f"{what} {who} idle for {share:.0%} of {'the steps' if is_rare else 'a step'}",
-        culprit=Party("engine", name, {"instance": row["instance"]}),
+        culprit=culprit,
         victims=(),
         share_of_tail=None,
         window_ns=None,
