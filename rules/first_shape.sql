@@ -1,14 +1,14 @@
 -- One row per engine, or engines that step together (a lane): its long steps that are the first of their shape, how many would be so by chance, and what they cost each class's tail.
-WITH padded AS (
-    -- Batches of one shape run one compiled kernel or graph: what only decodes by vLLM's graph sizes, the rest by powers of two.
-    SELECT *, prefill_tokens + coalesce(decode_tokens, decode_requests) AS tokens,
-           CASE WHEN prefill_tokens > 0 OR coalesce(decode_tokens, decode_requests) > 512
-                THEN power(2, ceil(log2(prefill_tokens + coalesce(decode_tokens, decode_requests))))
-                WHEN coalesce(decode_tokens, decode_requests) <= 2 THEN coalesce(decode_tokens, decode_requests)
-                WHEN coalesce(decode_tokens, decode_requests) <= 4 THEN 4
-                WHEN coalesce(decode_tokens, decode_requests) <= 256 THEN 8 * ceil(coalesce(decode_tokens, decode_requests) / 8)
-                ELSE 16 * ceil(coalesce(decode_tokens, decode_requests) / 16) END AS size
+WITH batches AS (
+    SELECT *, prefill_tokens + coalesce(decode_tokens, decode_requests) AS tokens
     FROM step_costs WHERE k IS NOT NULL AND (prefill_tokens > 0 OR decode_requests > 0)
+),
+-- Batches of one shape run one compiled kernel or graph: vLLM pads to the sizes of its graphs, 1, 2, 4, by 8, from 256 on by 16;
+-- beyond them kernels are tuned by about powers of two.
+padded AS (
+    SELECT *, CASE WHEN tokens <= 2 THEN ceil(tokens) WHEN tokens <= 4 THEN 4 WHEN tokens <= 256 THEN 8 * ceil(tokens / 8)
+                   WHEN tokens <= 512 THEN 16 * ceil(tokens / 16) ELSE power(2, ceil(log2(tokens))) END AS size
+    FROM batches
 ),
 shaped AS (
     SELECT p.*,
