@@ -37,7 +37,7 @@ marked AS (
 SELECT "window", rank, instance, engine, on_gpu, count(*) AS steps, any_value(usual_ns) AS usual_ns,
        median(idle_ns / time_ns) AS share, median(gap_ns / time_ns) AS gap_share, median(idle_ns) AS idle_ns,
        count(*) FILTER (WHERE is_long) AS long_steps, coalesce(sum(idle_ns) FILTER (WHERE is_long), 0) AS long_ns,
-       max(idle_ns) FILTER (WHERE is_long) AS longest_ns, sum(least(time_ns, 3 * usual_ns)) + coalesce(sum(idle_ns) FILTER (WHERE is_long), 0) AS total_ns,
+       max(idle_ns) FILTER (WHERE is_long) AS longest_ns, sum(CASE WHEN is_long THEN time_ns ELSE least(time_ns, 3 * usual_ns) END) AS total_ns,
        median(kernels) AS kernels, median(launches) AS launches, median(cpu_step_ns) AS cpu_step_ns,
        list({idle_ns: idle_ns, decode_requests: decode_requests} ORDER BY hash(step), step)
            FILTER (WHERE decode_requests IS NOT NULL AND NOT coalesce(is_long, false))[:2000] AS by_batch,

@@ -89,7 +89,7 @@ def best_rhythm(rows: Sequence[Row]) -> tuple[rhythm.Rhythm | None, str]:
         numbers = np.array([row["round"] for row in rows], np.float64)
     resolution = max(rows[0]["usual_s"], rows[0]["error_s"] or 0.0)
     by_time = rhythm.find(time[order], size[order], resolution)
-    by_step = rhythm.find(numbers, size, 1.0)
+    by_step = rhythm.find(numbers, size, 0.5)
     if by_time is not None:
         members = np.sort(order[by_time.members])
         by_time = rhythm.Rhythm(
