@@ -20,6 +20,11 @@ class Tail:
     seconds: float
     excess_s: float
     slo_broken: bool
+    p50_s: float | None
+
+    def is_felt(self, share: float, slowdown: float) -> bool:
+        """Whether it is a real part of an excess, and that part long enough, in medians, to be felt."""
+        return self.share >= share and self.seconds >= slowdown * (self.p50_s or 0.0)
 
     @property
     def share(self) -> float:
@@ -28,13 +33,20 @@ class Tail:
 
 def tails(hurt: Iterable[Sequence[Row] | None], classes: Sequence[Row] | None) -> list[Tail]:
     """The tails by share, the most hurt first. `hurt`: of each step {klass, metric, seconds}; `classes`: {klass, metric,
-    excess_s, slo_broken} of those that have an excess."""
+    excess_s, p50_s, slo_broken} of those that have an excess."""
     seconds: dict[tuple[str, str], float] = {}
     for row in (row for rows in hurt for row in rows or ()):
         key = row["klass"], row["metric"]
         seconds[key] = seconds.get(key, 0.0) + row["seconds"]
     found = [
-        Tail(c["klass"], c["metric"], seconds[c["klass"], c["metric"]], c["excess_s"], bool(c["slo_broken"]))
+        Tail(
+            c["klass"],
+            c["metric"],
+            seconds[c["klass"], c["metric"]],
+            c["excess_s"],
+            bool(c["slo_broken"]),
+            c["p50_s"],
+        )
         for c in classes or ()
         if (c["klass"], c["metric"]) in seconds
     ]

@@ -164,7 +164,7 @@ def lane_decision(lane: Row, limits: Mapping[str, float]) -> Decision:
         f"engine {most['engine']} spends {share_of_time(most):.0%} of its time on other engines' prefill, "
         f"up to {most['longest_s']:.3g} s in a step"
     )
-    hurt = [tail for tail in all_tails(lane) if matters(tail, lane, limits)]
+    hurt = [tail for tail in all_tails(lane) if matters(tail, limits)]
     if hurt:
         return Decision("found", costs, (finding(lane, hurt, limits),))
     if not lane["classes"]:
@@ -181,13 +181,10 @@ def all_tails(lane: Row) -> list[Tail]:
     return _tails.tails([lane["hurt"] or ()], lane["classes"])
 
 
-def matters(tail: Tail, lane: Row, limits: Mapping[str, float]) -> bool:
+def matters(tail: Tail, limits: Mapping[str, float]) -> bool:
     """Whether other engines' prefill is a real part of an excess that is worth the name."""
-    p50_s = next(
-        c["p50_s"] for c in lane["classes"] if (c["klass"], c["metric"]) == (tail.klass, tail.metric)
-    )
     least = limits["gap"] if tail.metric == "ITL" else limits["slowdown"]
-    return tail.share >= limits["share"] and tail.seconds >= least * (p50_s or 0.0)
+    return tail.is_felt(limits["share"], least)
 
 
 def finding(lane: Row, hurt: Sequence[Tail], limits: Mapping[str, float]) -> Finding:

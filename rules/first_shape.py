@@ -56,7 +56,7 @@ def lane_decision(lane: Row, limits: Mapping[str, float]) -> Decision:
     hurt = [
         tail
         for tail in _tails.tails((step["hurt"] for step in members), lane["classes"])
-        if tail.share >= limits["share"]
+        if tail.is_felt(limits["share"], limits["slowdown"])
     ]
     what = "the first batch" if not (told or new) else f"{len(members)} batches of a new shape"
     longest_s = max(step["beyond_s"] for step in members)
@@ -165,6 +165,7 @@ RULE = Rule(
         Threshold(
             "share", 0.1, "0-1", "A tenth of the excess: what causes less is not why the tail is long."
         ),
+        Threshold("slowdown", 0.1, "x p50", "A tail slower by less than a tenth of the median is not felt."),
     ),
     remedies=(
         Remedy(

@@ -80,7 +80,7 @@ found AS (
 SELECT
     l.*, e.eras, f.found,
     (SELECT count(DISTINCT instance) FROM step_costs) AS instances,
-    (SELECT list({klass: klass, metric: metric, excess_s: excess_s, slo_broken: slo_broken} ORDER BY klass, metric)
+    (SELECT list({klass: klass, metric: metric, excess_s: excess_s, p50_s: p50_s, slo_broken: slo_broken} ORDER BY klass, metric)
      FROM class_rows WHERE excess_s > 0) AS classes
 FROM (
     SELECT lane, any_value(instance) AS instance, min(engine) AS engine, any_value(usable) AS usable, max(round) + 1 AS steps

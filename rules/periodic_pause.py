@@ -57,7 +57,7 @@ def lane_decision(rows: Sequence[Row], limits: Mapping[str, float]) -> Decision:
         return Decision("clear", f"{steps}, {every}: that often it is what batches are like")
     lost_s = sum(row["beyond_s"] for row in members)
     hurt = _tails.tails((row["hurt"] for row in members), lane["classes"])
-    hurt = [tail for tail in hurt if tail.share >= limits["share"]]
+    hurt = [tail for tail in hurt if tail.is_felt(limits["share"], limits["slowdown"])]
     if not hurt and lost_s < limits["cost"] * lane["busy_s"]:
         return Decision(
             "clear", f"pauses {every}, but they cost no tail and {lost_s / lane['busy_s']:.2%} of the time"
@@ -243,6 +243,7 @@ RULE = Rule(
         Threshold(
             "share", 0.1, "0-1", "A tenth of the excess: what causes less is not why the tail is long."
         ),
+        Threshold("slowdown", 0.1, "x p50", "A tail slower by less than a tenth of the median is not felt."),
         Threshold(
             "cost", 0.01, "of busy time", "Without requests to hurt, a hundredth of the time is worth a word."
         ),

@@ -36,7 +36,7 @@ hurt AS (
 SELECT
     l.*, e.instance, e.engine, e.engines, o.* EXCLUDE (lane), h.hurt,
     (SELECT count(DISTINCT instance) FROM step_costs) AS instances,
-    (SELECT list({klass: klass, metric: metric, excess_s: excess_s, slo_broken: slo_broken} ORDER BY klass, metric)
+    (SELECT list({klass: klass, metric: metric, excess_s: excess_s, p50_s: p50_s, slo_broken: slo_broken} ORDER BY klass, metric)
      FROM class_rows WHERE excess_s > 0) AS classes
 FROM lanes l JOIN leads e USING (lane)
 LEFT JOIN long_steps o USING (lane)

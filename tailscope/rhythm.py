@@ -23,6 +23,8 @@ STRAY = 0.25
 ALIKE = 4.0
 #: Kinds are looked for at sizes that differ by this factor.
 STEP = 1.5
+#: As many sizes are a factor of 10^5.
+MOST_SIZES = 30
 #: How far from its place an event may lie, as a share of the period, to be one of them.
 NEAR = 0.15
 
@@ -63,15 +65,18 @@ def find(at: Floats, size: Floats, resolution: float) -> Rhythm | None:
 def _kinds(size: Floats) -> Iterator[NDArray[np.intp]]:
     """Events from some size on, and those of like size: each set once, in order of position."""
     seen = set()
-    level, least = (float(size.max()), float(size.min())) if len(size) else (0.0, 0.0)
-    while level > 0 and STEP * level > least:
+    positive = size[size > 0]
+    if not len(positive):
+        return
+    least, most = np.log(positive.min()), np.log(positive.max())
+    for i in range(min(int((most - least) / np.log(STEP)) + 2, MOST_SIZES)):
+        level = float(np.exp(most - i * np.log(STEP))) * (1 - 1e-9)
         for top in (np.inf, ALIKE * level):
             members = np.flatnonzero((size >= level) & (size < top))
             key = members.tobytes()
             if MIN_EVENTS <= len(members) <= MAX_EVENTS and key not in seen:
                 seen.add(key)
                 yield members
-        level /= STEP
 
 
 def _apart(at: Floats, members: NDArray[np.intp], resolution: float) -> NDArray[np.intp]:
