@@ -31,14 +31,14 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
         if (first["most_engines"] or 1) < 2:
             return Decision("clear", "each instance has one engine")
         if first["fewest_steps"] < FEW_STEPS:
-            return Decision("inconclusive", "too few steps to see whether the engines step together")
+            return Decision("no-data", "too few steps to see whether the engines step together")
         return Decision("clear", "the engines of an instance do not step together")
     return summed_up([lane_decision(row, limits) for row in rows])
 
 
 def summed_up(decisions: Sequence[Decision]) -> Decision:
     findings = tuple(finding for decision in decisions for finding in decision.findings)
-    for status in ("found", "inconclusive", "clear"):
+    for status in ("found", "inconclusive", "clear", "no-data"):
         chosen = [decision for decision in decisions if decision.status == status]
         if chosen:
             reasons = dict.fromkeys(decision.reason for decision in chosen)
@@ -155,6 +155,8 @@ def caused_by(caused: Mapping[int, float]) -> Evidence:
 
 def lane_decision(lane: Row, limits: Mapping[str, float]) -> Decision:
     """What the engines that step together cost each other."""
+    if lane["usable"] is None:
+        return Decision("no-data", "engines step together, for too few steps to know what a step takes")
     if not lane["usable"]:
         return Decision(
             "inconclusive", "engines step together, but what steps take does not follow their batches"
@@ -167,7 +169,7 @@ def lane_decision(lane: Row, limits: Mapping[str, float]) -> Decision:
     hurt = [tail for tail in all_tails(lane) if matters(tail, limits)]
     if hurt:
         return Decision("found", costs, (finding(lane, hurt, limits),))
-    if not lane["classes"]:
+    if not lane["classes"] and share_of_time(most) >= limits["time"]:
         return Decision("inconclusive", f"{costs}; without requests nothing says whom that hurts")
     return Decision("clear", f"{costs}: too little to make a tail")
 

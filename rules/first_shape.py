@@ -18,7 +18,7 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
         return Decision("no-data", RULE.missing)
     decisions = [lane_decision(row, limits) for row in rows]
     findings = tuple(finding for decision in decisions for finding in decision.findings)
-    for status in ("found", "inconclusive", "clear"):
+    for status in ("found", "inconclusive", "clear", "no-data"):
         chosen = [decision.reason for decision in decisions if decision.status == status]
         if chosen:
             return Decision(status, "; ".join(list(dict.fromkeys(chosen))[:3]), findings)
@@ -29,7 +29,7 @@ def lane_decision(lane: Row, limits: Mapping[str, float]) -> Decision:
     """What an engine, or some that step together, say."""
     if lane["usable"] is None:
         return Decision(
-            "inconclusive", f"{_tails.counted(lane['steps'], 'step')}: too few to know what a step takes"
+            "no-data", f"{_tails.counted(lane['steps'], 'step')}: too few to know what a step takes"
         )
     if not lane["usable"]:
         return Decision("inconclusive", "what steps take does not follow their batches")

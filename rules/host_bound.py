@@ -27,7 +27,7 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
         )
     ]
     findings = tuple(finding for decision in decisions for finding in decision.findings)
-    for status in ("found", "inconclusive", "clear"):
+    for status in ("found", "clear", "no-data"):
         chosen = [decision.reason for decision in decisions if decision.status == status]
         if chosen:
             return Decision(status, "; ".join(list(dict.fromkeys(chosen))[:3]), findings)
@@ -42,7 +42,7 @@ def together(ranks: Sequence[Row], limits: Mapping[str, float]) -> Decision:
     what = "waits for its host" if most["on_gpu"] else "lies between steps"
     if steps < limits["steps"]:
         return Decision(
-            "inconclusive", f"{_tails.counted(steps, 'step')}, of which {most['share']:.0%} {what}: too few"
+            "no-data", f"{_tails.counted(steps, 'step')}, of which {most['share']:.0%} {what}: too few"
         )
     if most["share"] >= limits["idle"]:
         if (
@@ -240,7 +240,7 @@ RULE = Rule(
         ),
     ),
     confirm_by=(
-        "nvidia-smi dmon: SM activity stays below the share of time that steps run",
+        "With nvidia-smi dmon: SM activity stays below the share of time that steps run",
         "Profile without stacks (torch_profiler_with_stack=false), once with --enforce-eager and once without: the gaps shrink",
     ),
     decide=decide,
