@@ -18,6 +18,7 @@ from tailscope.ledger.contrast import MIN_REQUESTS, write_contrast
 from tailscope.ledger.coupling import write_coupling
 from tailscope.ledger.engine_time import Limits
 from tailscope.ledger.histogram import ALL, histogram_rows
+from tailscope.ledger.step_costs import write_step_costs
 from tailscope.ledger.what_if import write_what_if
 from tailscope.model import Check, ClassRow, Decision, Diagnosis, Finding, Rule, Verdict, VerdictStatus
 from tailscope.ranks.compared import write_ranks
@@ -49,8 +50,10 @@ def diagnose(trace: Trace, config: Config, scope: Scope | None = None) -> Diagno
             raise UsageError(f"objective for class {slo.klass!r}: no such class; there are {names} and {ALL}")
     write_ranks(trace, scope)
     write_expert_loads(trace, scope)
-    ledger = write_bills(trace, _limits(trace))
+    limits = _limits(trace)
+    ledger = write_bills(trace, limits)
     classes = write_contrast(trace, ledger, config.slos, scope.klass)
+    write_step_costs(trace, ledger, limits)
     if not any(row.n for row in classes):
         classes += histogram_rows(trace, config.slos)
     _register_class_rows(trace, classes)
@@ -124,16 +127,23 @@ def _limits(trace: Trace) -> dict[str, Limits]:
 def _explained(trace: Trace, findings: Sequence[Finding], classes: Sequence[ClassRow]) -> float | None:
     """Share of the excess of the metrics that findings name which they explain together.
 
-    Of each class and metric at most all of its excess; findings of one class and metric claim different components.
+    Of each class and metric at most all of its excess. Findings of one class and metric claim different components; of
+    rules that claim the same one the most counts.
     """
-    claimed: dict[tuple[str, str], float] = {}
+    claimed: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
     for finding in findings:
         if finding.status == "found":
             for key, seconds in finding.explains.items():
                 klass, _, metric = key.partition("\t")
-                claimed[klass, metric] = claimed.get((klass, metric), 0.0) + seconds
+                by_rule = claimed.setdefault((klass, metric), {}).setdefault(
+                    finding.claims or finding.rule, {}
+                )
+                by_rule[finding.rule] = by_rule.get(finding.rule, 0.0) + seconds
     shares = [
-        min(1.0, claimed[row.klass, row.metric] / row.excess_s)
+        min(
+            1.0,
+            sum(max(by_rule.values()) for by_rule in claimed[row.klass, row.metric].values()) / row.excess_s,
+        )
         for row in classes
         if (row.klass, row.metric) in claimed and row.excess_s
     ]

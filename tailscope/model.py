@@ -123,6 +123,8 @@ class Finding:
     confirm_by: tuple[str, ...] = ()
     #: (class, metric) -> component seconds this finding explains; for the verdict's union. Not shown.
     explains: Mapping[str, float] = field(default_factory=dict)
+    #: The time it explains, where other rules may explain the same: they are not added up. Not shown.
+    claims: str = ""
 
 
 @dataclass(frozen=True)

@@ -45,11 +45,17 @@ VIEWS = (
     "rank_clocks",
     "expert_work",
     "expert_sets",
+    "rank_idle",
+    "rank_steps",
+    "step_costs",
+    "member_spans",
     "metrics",
     "series",
+    "iterations",
+    "events",
 )
 #: Tables of the trace, which are views of files: a case's rows take their place.
-TABLES = ("profiles", "metrics", "series")
+STORED = ("profiles", "metrics", "series", "iterations", "events")
 #: What a row is unless the case says otherwise.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "class_rows": {"observer": "engine", "basis": "requests", "slo_broken": False, "tail_rule": "above p99"},
@@ -62,6 +68,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "rank_windows": {
         "window": 0, "world": "w", "world_size": 2, "missing": 0, "used": True, "collectives": 32, "unmatched": 0,
         "first_ns": 100, "last_ns": 900,
+    },
+    "rank_idle": {"window": 0, "gap_before_ns": 0, "gap_launch_wait_ns": 0},
+    "member_spans": {"instance": "a", "engine": 0, "tail": True},
+    "step_costs": {
+        "lane": 0, "instance": "a", "engine": 0, "tile_s": 0.01, "batch_s": 0.01, "beyond_s": 0.0, "ranks_s": 0.0, "by_others_s": 0.0,
+        "prefill_tokens": 0.0, "decode_requests": 1.0, "running": 1.0, "is_dummy": False, "usable": True, "error_s": 0.0,
     },
     "rank_rounds": {
         "window": 0, "group": "", "complete": True, "kind": "all_reduce", "phase": "combine", "error_ns": 1000.0, "is_last": False,
@@ -84,14 +96,16 @@ def views(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trace]:
         writer.commit({"kind": "test"})
     with Trace(path) as trace:
         diagnose(trace, Config())
-        for table in TABLES:
-            trace.connection.execute(f"CREATE TEMP TABLE {table} AS FROM main.{table}")
+        for table in STORED:
+            trace.connection.execute(f"CREATE TEMP TABLE {table} AS FROM main.{table} LIMIT 0")
         yield trace
 
 
 def run(trace: Trace, rule: str, case: dict[str, Any]) -> Decision:
     if case.get("steps"):
         case = {"coverage": [{"join": "request → iterations", "matched": 1, "total": 1}], **case}
+    if case.get("rank_idle"):
+        case = {"iterations": [{"instance": "a"}], **case}
     if case.get("rank_windows"):
         case = {"profiles": [{}], **case}
     if case.get("rank_rounds"):
@@ -101,22 +115,31 @@ def run(trace: Trace, rule: str, case: dict[str, Any]) -> Decision:
         rows = [{**DEFAULTS.get(view, {}), **row} for row in expanded(case.get(view, []))]
         if view == "rank_rounds":
             rows = [labelled(row) for row in rows]
+        if view == "step_costs":
+            rows = [placed(row) for row in rows]
+        of_like: dict[tuple[str, ...], list[dict[str, Any]]] = {}
         for row in rows:
-            trace.connection.register("case_row", pa.Table.from_pylist([row]))
-            trace.connection.execute(f"INSERT INTO {view} BY NAME SELECT * FROM case_row")
-            trace.connection.unregister("case_row")
+            of_like.setdefault(tuple(sorted(row)), []).append(row)
+        for alike in of_like.values():
+            trace.connection.register("case_rows", pa.Table.from_pylist(alike))
+            trace.connection.execute(f"INSERT INTO {view} BY NAME SELECT * FROM case_rows")
+            trace.connection.unregister("case_rows")
     return judge(trace, *RULES[rule])
 
 
 def expanded(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A row with a list of rounds, steps or ranks stands for one of each. A round is a step of its own unless the row says which."""
+    """A row with a list of rounds, of steps that rounds are of, or of ranks, or spans of them as "0..9 12..19", stands for one
+    of each. A round of ranks is a step of its own unless the row says which; so is one of `steps`, of ranks' steps that are
+    numbered."""
     for row in rows:
-        lists = {key: row[key] for key in ("round", "at_step", "rank") if isinstance(row.get(key), list)}
+        if "steps" in row:
+            rest = {key: value for key, value in row.items() if key != "steps"}
+            yield from ({"step": number, **rest} for number in numbers(row["steps"]))
+            continue
+        lists = {key: numbers(row[key]) for key in ("round", "at_step", "rank") if key in row}
         for values in product(*lists.values()):
             one = {**row, **dict(zip(lists, values, strict=True))}
-            if "round" in one:
-                one.setdefault("step", one["round"])
-            yield one
+            yield {"step": one["round"], **one} if {"round", "rank"} <= one.keys() else one
 
 
 def labelled(row: dict[str, Any]) -> dict[str, Any]:
@@ -135,6 +158,24 @@ def costs(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for (step, rank), ns in saved.items()
         if ns
     ]
+
+
+def numbers(spans: int | list[int] | str | None) -> list[Any]:
+    if not isinstance(spans, str):
+        return spans if isinstance(spans, list) else [spans]
+    ends = [[int(end) for end in span.split("..")] for span in spans.split()]
+    return [number for first, last in ends for number in range(first, last + 1)]
+
+
+def placed(row: dict[str, Any]) -> dict[str, Any]:
+    """A step begins 10 ms after the one before unless the row says when."""
+    start_ns = row.get("start_ns", 1_000_000_000 + 10_000_000 * row["round"])
+    return {
+        "k": 100 * row["round"] + (row["engine"] or 0),
+        "start_ns": start_ns,
+        "end_ns": start_ns + round(1e9 * row["tile_s"]),
+        **row,
+    }
 
 
 def shown(finding: Finding, keys: set[str]) -> dict[str, Any]:

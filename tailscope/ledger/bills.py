@@ -6,7 +6,7 @@ first three sum to TTFT, all four to E2E, exactly. `gap_lines` is the same for t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,8 @@ class Ledger:
     culprits: tuple[str, ...]
     engines: list[dict[str, Any]] = field(default_factory=list)
     times: dict[tuple[str, int | None], EngineTime] = field(default_factory=dict)
+    #: The engines that step together have one number, and so has each that steps alone.
+    lanes: dict[tuple[str, int | None], int] = field(default_factory=dict)
     window_ns: tuple[int, int] = (0, 0)
     spread: int = 0
     spread_s: tuple[float, float] = (0.0, 0.0)
@@ -93,8 +95,7 @@ def _write_instance(trace: Trace, ledger: Ledger, gaps: Gaps, instance: str, lim
             _book(trace, ledger, outside, _phases_only(outside))
             anywhere = requests.select(covered) if covered.any() else None
     guesses: list[list[Booking]] = []
-    alone = [list(spans)] if spans else []
-    for group in groups(load_ends(trace, instance, spans)) if len(spans) > 1 else alone:
+    for lane, group in enumerate(_groups(trace, instance, spans), len(ledger.times)):
         mine: dict[int | None, Requests] = {}
         for engine in group:
             requests = load_requests(trace, instance, engine, ledger.culprits)
@@ -105,6 +106,7 @@ def _write_instance(trace: Trace, ledger: Ledger, gaps: Gaps, instance: str, lim
             requests = mine[engine]
             own = int(requests.inside(time.steps).sum())
             ledger.times[instance, engine] = time
+            ledger.lanes[instance, engine] = lane
             ledger.engines.append(_about(time, instance, engine, ledger.window_ns))
             _book(trace, ledger, requests, _bookings(time, requests, slice(own), gaps))
             if anywhere is not None:
@@ -112,6 +114,28 @@ def _write_instance(trace: Trace, ledger: Ledger, gaps: Gaps, instance: str, lim
     if anywhere is not None:
         _book(trace, ledger, anywhere, mean_of(guesses))
         _bound(ledger, guesses)
+
+
+def _groups(trace: Trace, instance: str, engines: Iterable[int | None]) -> list[list[int | None]]:
+    """The engines of an instance, those that step together in one list."""
+    names = list(engines)
+    if len(names) < 2:
+        return [names] if names else []
+    return groups(load_ends(trace, instance, names))
+
+
+def times_without_requests(trace: Trace, ledger: Ledger, instance: str, limits: Limits) -> None:
+    """The time of engines none of whose requests is known, for what their steps say alone."""
+    engines = trace.rows(
+        "SELECT engine FROM steps WHERE instance = $instance GROUP BY engine ORDER BY engine",
+        {"instance": instance},
+    )
+    names = [row["engine"] for row in engines]
+    for lane, group in enumerate(_groups(trace, instance, names), len(ledger.times)):
+        nobody = {engine: load_requests(trace, instance, engine, ledger.culprits) for engine in group}
+        for engine, time in _times(trace, ledger, instance, nobody, None, len(names), limits):
+            ledger.times[instance, engine] = time
+            ledger.lanes[instance, engine] = lane
 
 
 def _times(

@@ -177,14 +177,11 @@ class Work:
 def _features(engines: Sequence[Steps], own: Sequence[OwnPrefill]) -> tuple[Floats, Floats, Floats | None]:
     """Columns of the cost model. Engines that step together wait for the one with most to do, and what they share
     takes as long as all of it: of each amount the largest, and of requests and tokens the sum as well."""
-    base, prefill = [], []
-    for steps, part in zip(engines, own, strict=True):
-        again = steps.recompute_tokens
-        drafts = np.maximum(steps.decode_tokens - steps.decode_requests - again, 0)
+    base = []
+    for steps in engines:
+        drafts = np.maximum(steps.decode_tokens - steps.decode_requests - steps.recompute_tokens, 0)
         base.append([steps.decode_requests, np.nan_to_num(steps.kv_usage), drafts])
-        # What is computed again begins at its first token.
-        attention = part.attention + again * again / 2
-        prefill.append([steps.prefill_requests + (again > 0), steps.prefill_tokens + again, attention])
+    prefill = [_prefill_amounts(steps, part) for steps, part in zip(engines, own, strict=True)]
     ones = [np.ones(len(engines[0].start_ns))]
     if len(engines) == 1:
         return np.column_stack(ones + base[0]), np.column_stack(prefill[0]), None
@@ -193,6 +190,22 @@ def _features(engines: Sequence[Steps], own: Sequence[OwnPrefill]) -> tuple[Floa
     prefill_columns = [*most, np.sum([p[1] for p in prefill], axis=0)]
     uneven = np.column_stack([*(most - np.min(prefill, axis=0)), np.zeros(len(ones[0]))])
     return np.column_stack(base_columns), np.column_stack(prefill_columns), uneven
+
+
+def _prefill_amounts(steps: Steps, own: OwnPrefill) -> list[Floats]:
+    """An engine's prefills in each step: requests, tokens, and the sum of the context these attend to."""
+    again = steps.recompute_tokens
+    # What is computed again begins at its first token.
+    attention = own.attention + again * again / 2
+    return [steps.prefill_requests + (again > 0), steps.prefill_tokens + again, attention]
+
+
+def _by_others(steps: Steps, own: OwnPrefill, work: Work, cost: CostModel, computed: Floats) -> Floats:
+    """What of a step's prefill there would not be if only this one of the engines that step together had some."""
+    requests, tokens, attention = _prefill_amounts(steps, own)
+    alone = np.column_stack([requests, tokens, attention, tokens]) @ cost.prefill
+    together = work.prefill_features @ cost.prefill
+    return np.asarray(computed * np.clip(1 - alone / np.maximum(together, 1e-12), 0.0, 1.0))
 
 
 class EngineTime:
@@ -226,6 +239,10 @@ class EngineTime:
             base, computed, unexplained = np.zeros(n), np.zeros(n), without
         else:
             base, computed, unexplained = self.cost.split(work.base_features, work.prefill_features, without)
+        #: Seconds of each step that the prefill of other engines which step together made it longer.
+        self.by_others = np.zeros(n)
+        if engines > 1 and self.cost is not None:
+            self.by_others = _by_others(steps, own, work, self.cost, computed)
         prefill = computed * _share_of(work.prefill_tokens, work.recompute_tokens)
         paused = np.where(np.nan_to_num(steps.paused) > 0, unexplained, 0.0)
         self.busy, self.base, self.unexplained = (

@@ -216,6 +216,34 @@ def straggling(rng: Rng, strength: float) -> Scenario:
     return world(rng, chat(rng), faults=(fault,), causes=(cause,), **parts)
 
 
+def paused(rng: Rng, strength: float) -> Scenario:
+    """An engine that stands still every few seconds; at strength 1 for two hundredths of the time."""
+    every = uniform(rng, 5, 20)
+    fault = Fault(
+        "pause",
+        "beat",
+        from_s=float(rng.uniform(0, every)),
+        length_s=0.02 * strength * every * float(rng.uniform(0.7, 1.4)),
+        every_s=every,
+        reason=str(rng.choice(["eplb", "unknown", "unknown"])),  # type: ignore[arg-type]
+    )
+    return world(
+        rng, chat(rng), faults=(fault,), causes=(Cause("periodic-pause", None, (), {"faults": ["beat"]}),)
+    )
+
+
+def in_step(rng: Rng, strength: float) -> Scenario:
+    """Data-parallel engines of a mixture of experts, one of which now and then has a long prompt."""
+    made = engine(rng, data_parallel=int(rng.choice([2, 4])), moe=True)
+    documents = replace(
+        long_prompts(rng, 1.0),
+        rate=0.04 * strength,
+        prompt_tokens=Sizes(uniform(rng, 6_000, 16_000), 0.3, 4_000, 31_000),
+    )
+    alone = Cause("dp-coupling", None, (), {"engine": {"moe": False}})
+    return world(rng, chat(rng, uniform(rng, 8, 16)), documents, engine=made, causes=(alone, COUPLED))
+
+
 # -- pairs -------------------------------------------------------------------------------------
 
 
@@ -354,6 +382,53 @@ def simply_long(rng: Rng, _: float) -> Scenario:
     return replace(one, cost=cheap)
 
 
+def pauses_at_random(rng: Rng, _: float) -> Scenario:
+    """An engine that stands still now and then, for about as long each time, but to no beat."""
+    length = uniform(rng, 0.2, 1.5)
+    times = np.sort(rng.uniform(2, 145, int(rng.integers(4, 16))))
+    faults = tuple(
+        Fault("pause", f"stop {i}", from_s=float(t), length_s=length * float(rng.uniform(0.9, 1.1)))
+        for i, t in enumerate(times)
+    )
+    return world(rng, chat(rng), faults=faults)
+
+
+def heavy_steps(rng: Rng, _: float) -> Scenario:
+    """Steps with a long tail of their own, by no batch and no beat."""
+    one = world(rng, chat(rng))
+    heavy = replace(
+        one.cost, heavy_share=float(rng.uniform(0.005, 0.02)), heavy_alpha=float(rng.uniform(1.2, 2.0))
+    )
+    return replace(one, cost=heavy)
+
+
+def regular_documents(rng: Rng, _: float) -> Scenario:
+    """A long prompt every so many seconds, as exactly as a clock: a beat in the load, not in the engine."""
+    every = uniform(rng, 5, 15)
+    documents = replace(long_prompts(rng, 1.0), arrivals="regular", rate=1 / every)
+    return world(rng, chat(rng), documents, causes=(COUPLED,))
+
+
+def engines_apart(rng: Rng, _: float) -> Scenario:
+    """Data-parallel engines of a dense model, which share nothing: a long prompt holds up its own engine alone."""
+    made = engine(rng, data_parallel=int(rng.choice([2, 4])), moe=False)
+    return world(rng, chat(rng, uniform(rng, 8, 16)), long_prompts(rng, 2.0), engine=made, causes=(COUPLED,))
+
+
+def engines_alike(rng: Rng, _: float) -> Scenario:
+    """Engines of a mixture of experts with short prompts only: they wait for each other's, but for no long time."""
+    made = engine(rng, data_parallel=int(rng.choice([2, 4])), moe=True)
+    return world(rng, chat(rng, uniform(rng, 8, 16)), engine=made)
+
+
+def new_shapes(rng: Rng, strength: float) -> Scenario:
+    """An engine that compiles for each size of a batch when it first comes."""
+    fault = Fault("first-shape", "cold", length_s=float(rng.uniform(0.5, 2.0)) * strength)
+    return world(
+        rng, chat(rng), faults=(fault,), causes=(Cause("first-shape", None, (), {"faults": ["cold"]}),)
+    )
+
+
 def too_few(rng: Rng, _: float) -> Scenario:
     load = chat(rng, 0.5, arrivals="poisson", requests=int(rng.integers(6, 19)))
     return world(rng, load, replace(long_prompts(rng, 1.0), requests=2), duration_s=40.0)
@@ -393,4 +468,18 @@ FAMILIES: tuple[Family, ...] = (
         suspects={"hol-coupling": with_short_prompts},
     ),
     Family("too few", "decoy", too_few, "a dozen requests"),
+    Family("paused", "fault", paused, "an engine that stops at a beat", (0.25, 0.5, 1, 2.5)),
+    Family("pauses at random", "decoy", pauses_at_random, "an engine that stops now and then"),
+    Family("heavy steps", "decoy", heavy_steps, "steps with a long tail of their own"),
+    Family("regular documents", "fault", regular_documents, "long prompts at a beat"),
+    Family("engines in step", "fault", in_step, "engines that wait for another's long prompt", (1, 3)),
+    Family("engines apart", "fault", engines_apart, "long prompts on engines that share nothing"),
+    Family(
+        "engines alike",
+        "decoy",
+        engines_alike,
+        "engines in step, short prompts only",
+        suspects={"dp-coupling": lambda one: replace(one, engine=replace(one.engine, moe=False))},
+    ),
+    Family("new shapes", "fault", new_shapes, "an engine that compiles while it serves", (0.1, 0.3)),
 )

@@ -1,0 +1,90 @@
+"""What steps cost the classes' tails: rows of a query summed up, for rules about steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tailscope.model import Party, Severity, severity_of
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Tail:
+    """A class and metric, the seconds of its excess that are due to something, and all of the excess."""
+
+    klass: str
+    metric: str
+    seconds: float
+    excess_s: float
+    slo_broken: bool
+    p50_s: float | None
+
+    def is_felt(self, share: float, slowdown: float) -> bool:
+        """Whether it is a real part of an excess, and that part long enough, in medians, to be felt."""
+        return self.share >= share and self.seconds >= slowdown * (self.p50_s or 0.0)
+
+    @property
+    def share(self) -> float:
+        return min(1.0, max(0.0, self.seconds / self.excess_s))
+
+
+def tails(hurt: Iterable[Sequence[Row] | None], classes: Sequence[Row] | None) -> list[Tail]:
+    """The tails by share, the most hurt first. `hurt`: of each step {klass, metric, seconds}; `classes`: {klass, metric,
+    excess_s, p50_s, slo_broken} of those that have an excess."""
+    seconds: dict[tuple[str, str], float] = {}
+    for row in (row for rows in hurt for row in rows or ()):
+        key = row["klass"], row["metric"]
+        seconds[key] = seconds.get(key, 0.0) + row["seconds"]
+    found = [
+        Tail(
+            c["klass"],
+            c["metric"],
+            seconds[c["klass"], c["metric"]],
+            c["excess_s"],
+            bool(c["slo_broken"]),
+            c["p50_s"],
+        )
+        for c in classes or ()
+        if (c["klass"], c["metric"]) in seconds
+    ]
+    return sorted(found, key=lambda tail: -tail.share)
+
+
+def severity(hurt: Sequence[Tail]) -> Severity:
+    """`hurt`: the tails of which it is a real part, the worst first."""
+    return severity_of(hurt[0].share if hurt else None, any(tail.slo_broken for tail in hurt))
+
+
+def victims(hurt: Sequence[Tail]) -> tuple[Party, ...]:
+    """Each class once, with the metric it is hurt most in."""
+    worst = {tail.klass: tail for tail in reversed(hurt)}
+    names = dict.fromkeys(tail.klass for tail in hurt)
+    return tuple(Party("class", name, {"metric": worst[name].metric}) for name in names)
+
+
+def explains(hurt: Sequence[Tail]) -> dict[str, float]:
+    return {f"{tail.klass}\t{tail.metric}": tail.seconds for tail in hurt}
+
+
+def sentence(hurt: Sequence[Tail], what: str) -> str:
+    """In which tails it is."""
+    parts = (
+        f"{tail.seconds:.3g} s of the {tail.excess_s:.3g} s {tail.metric} excess of class {tail.klass}"
+        for tail in hurt[:3]
+    )
+    return f"{what}: {', '.join(parts)}"
+
+
+def counted(n: int, noun: str) -> str:
+    return f"{n:,} {noun}{'s' * (n != 1)}"
+
+
+def engine_name(row: Row) -> str:
+    """How an engine is called: by its number, and by its instance where there are several."""
+    number = "" if row["engine"] is None else str(row["engine"])
+    if row["instances"] > 1 or not number:
+        return f"{row['instance']}/{number}" if number else str(row["instance"])
+    return number

@@ -1,0 +1,277 @@
+"""The engine stands still at a regular period."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+import numpy as np
+from scipy import stats
+
+from tailscope import rhythm
+from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Threshold
+
+from . import _tails
+from ._tails import Row
+
+#: What the log may say beside a pause -> who pauses.
+KNOWN = {"eplb": "EPLB", "rearrang": "EPLB", "profil": "the profiler", "jit": "JIT", "tun": "JIT"}
+
+
+def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
+    if not rows:
+        return Decision("no-data", RULE.missing)
+    decisions = [lane_decision(list(lane), limits) for _, lane in groupby(rows, key=lambda r: r["lane"])]
+    findings = tuple(finding for decision in decisions for finding in decision.findings)
+    for status in ("found", "inconclusive", "clear", "no-data"):
+        chosen = [decision.reason for decision in decisions if decision.status == status]
+        if chosen:
+            return Decision(status, "; ".join(list(dict.fromkeys(chosen))[:3]), findings)
+    raise AssertionError("a lane has one of these")
+
+
+def lane_decision(rows: Sequence[Row], limits: Mapping[str, float]) -> Decision:
+    """What the long steps of an engine, or of some that step together, say. A row without a step stands for none."""
+    lane = rows[0]
+    if lane["usable"] is None:
+        return Decision(
+            "no-data", f"{_tails.counted(lane['steps'], 'step')}: too few to know what a step takes"
+        )
+    if not lane["usable"]:
+        return Decision("inconclusive", "what steps take does not follow their batches")
+    rows = [row for row in rows if row["round"] is not None]
+    if not rows:
+        return Decision("clear", f"none of {lane['steps']} steps takes much longer than its batch")
+    steps = _tails.counted(len(rows), "long step")
+    found, clock = best_rhythm(rows)
+    if found is None:
+        few = len(rows) < rhythm.MIN_EVENTS
+        why = f"fewer than {rhythm.MIN_EVENTS}" if few else "no period fits them"
+        return Decision("clear", f"{steps}, not periodic: {why}")
+    if found.p_value > limits["chance"]:
+        return Decision("clear", f"{steps}, not periodic: no period beyond chance")
+    members = [rows[i] for i in found.members]
+    period_s, period_steps = periods(members, found, clock)
+    every = f"every {period_s:.3g} s, or {period_steps:,.0f} steps"
+    if period_steps < limits["apart"]:
+        return Decision("clear", f"{steps}, {every}: that often it is what batches are like")
+    lost_s = sum(row["beyond_s"] for row in members)
+    hurt = _tails.tails((row["hurt"] for row in members), lane["classes"])
+    hurt = [tail for tail in hurt if tail.is_felt(limits["share"], limits["slowdown"])]
+    if not hurt and lost_s < limits["cost"] * lane["busy_s"]:
+        return Decision(
+            "clear", f"pauses {every}, but they cost no tail and {lost_s / lane['busy_s']:.2%} of the time"
+        )
+    prefills = sum(row["prefill_tokens"] > 0 for row in members)
+    by_load = stats.binom.sf(prefills - 1, len(members), lane["prefill_share"] or 0.0)
+    if prefills and by_load < limits["chance"]:
+        return Decision(
+            "inconclusive",
+            f"long steps {every}, but {prefills} of {len(members)} hold prefill: what comes so regularly may be the load",
+        )
+    name = _tails.engine_name(lane)
+    return Decision(
+        "found",
+        f"engine {name} stands still {every}",
+        (finding(lane, members, found, clock, hurt, lost_s),),
+    )
+
+
+def best_rhythm(rows: Sequence[Row]) -> tuple[rhythm.Rhythm | None, str]:
+    """The most regular period, in time or in steps; both count as tried."""
+    size = np.array([row["beyond_s"] for row in rows])
+    start_ns = rows[0]["first_ns"]
+    # The pause came after what the batch takes, or in the middle of it.
+    time = np.array([(row["end_ns"] - start_ns) / 1e9 - row["beyond_s"] for row in rows])
+    order = np.argsort(time, kind="stable")
+    numbers = np.array([row["step"] for row in rows], np.float64)
+    if not all(row["numbered"] for row in rows) or (np.diff(numbers) <= 0).any():
+        numbers = np.array([row["round"] for row in rows], np.float64)
+    resolution = max(rows[0]["usual_s"], rows[0]["error_s"] or 0.0)
+    by_time = rhythm.find(time[order], size[order], resolution)
+    by_step = rhythm.find(numbers, size, 0.5)
+    if by_time is not None:
+        members = np.sort(order[by_time.members])
+        by_time = rhythm.Rhythm(
+            by_time.period, min(1.0, 2 * by_time.p_value), members, by_time.places, by_time.jitter
+        )
+    if by_step is not None:
+        p_value = min(1.0, 2 * by_step.p_value)
+        by_step = rhythm.Rhythm(by_step.period, p_value, by_step.members, by_step.places, by_step.jitter)
+    if by_time is None or (by_step is not None and by_step.p_value < by_time.p_value):
+        return by_step, "steps"
+    return by_time, "time"
+
+
+def periods(members: Sequence[Row], found: rhythm.Rhythm, clock: str) -> tuple[float, float]:
+    """The period in seconds and in steps: one is measured, the other the mean."""
+    gaps = found.places - 1
+    seconds = (members[-1]["start_ns"] - members[0]["start_ns"]) / 1e9 / gaps
+    steps = (members[-1]["round"] - members[0]["round"]) / gaps
+    return (found.period, steps) if clock == "time" else (seconds, found.period)
+
+
+def finding(
+    lane: Row,
+    members: Sequence[Row],
+    found: rhythm.Rhythm,
+    clock: str,
+    hurt: Sequence[_tails.Tail],
+    lost_s: float,
+) -> Finding:
+    period_s, period_steps = periods(members, found, clock)
+    length_s = float(np.median([row["beyond_s"] for row in members]))
+    beside = list(dict.fromkeys(row["reason"] for row in members if row["reason"]))
+    by_whom = {who for reason in beside for word, who in KNOWN.items() if word in reason.lower()}
+    by = f" ({' and '.join(sorted(by_whom))} by its log)" if by_whom else ""
+    every = f"{period_steps:,.0f} steps" if clock == "steps" else f"{period_s:.3g} s"
+    missing = found.places - len(members)
+    evidence = [
+        Evidence(
+            f"{len(members)} steps took {length_s:.3g} s (median) longer than their batches account for, every {period_s:.4g} s or "
+            f"{period_steps:,.0f} steps; regular in {clock}: {found.jitter:.1%} of a period off, p = {found.p_value:.1g} against "
+            "pauses at random",
+            {
+                "pauses": len(members),
+                "length_s": length_s,
+                "period_s": period_s,
+                "period_steps": period_steps,
+                "regular_in": clock,
+                "jitter": found.jitter,
+                "p_value": found.p_value,
+            },
+        ),
+        Evidence(
+            f"{lost_s:.3g} s in all, {lost_s / lane['busy_s']:.1%} of the time the engine was busy",
+            {"lost_s": lost_s, "busy_s": lane["busy_s"]},
+        ),
+    ]
+    if hurt:
+        evidence.append(Evidence(_tails.sentence(hurt, "what the pauses took")))
+    evidence.append(
+        Evidence(f"beside them in the log: {'; '.join(beside[:3])}", {"beside": beside[:10]})
+        if beside
+        else Evidence(
+            "nothing stands beside them in the log: garbage collection, a cron job or a sidecar leave no line"
+        )
+    )
+    counter = [
+        Evidence(
+            f"{missing} of {found.places} places have no long step: the engine was idle there, or something else sets the beat"
+            if missing
+            else "no place of the beat is without its long step"
+        )
+    ]
+    name = _tails.engine_name(lane)
+    engines = len(lane["engines"])
+    who = f"Engine {name}" if engines == 1 else f"Engine {name} and {engines - 1} in step with it"
+    stands = "stands" if engines == 1 else "stand"
+    return Finding(
+        rule=RULE.name,
+        status="found",
+        severity=_tails.severity(hurt),
+        basis="inferred",
+        title=f"{who} {stands} still for {length_s:.3g} s every {every}{by}",
+        culprit=Party("process", name, {"instance": lane["instance"], "engine": lane["engine"]}),
+        victims=_tails.victims(hurt),
+        share_of_tail=hurt[0].share if hurt else None,
+        window_ns=(members[0]["start_ns"], members[-1]["end_ns"]),
+        evidence=tuple(evidence),
+        counter_evidence=tuple(counter),
+        remedies=remedies_for(by_whom),
+        confirm_by=RULE.confirm_by,
+        explains=_tails.explains(hurt),
+        claims="beyond the batch",
+    )
+
+
+def remedies_for(by_whom: set[str]) -> tuple[Remedy, ...]:
+    """Those for what the log names; all where it names nothing."""
+    first = {"EPLB": EPLB, "the profiler": PROFILER, "JIT": JIT}
+    chosen = tuple(remedy for who in sorted(by_whom) for remedy in first[who])
+    return chosen or RULE.remedies
+
+
+EPLB = (
+    Remedy(
+        "Let EPLB move experts layer by layer beside the computation",
+        "--eplb-config '{\"use_async\": true}'",
+        "vLLM V1; the default since 0.25",
+        "Moves take many steps, and some memory for the experts on their way",
+    ),
+    Remedy(
+        "Rearrange experts less often",
+        "--eplb-config '{\"step_interval\": 30000}' (3000 by default)",
+        "vLLM V1 with --enable-eplb",
+        "The placement follows a change of load more slowly",
+    ),
+)
+PROFILER = (
+    Remedy(
+        "Stop what profiles the server over and over",
+        "POST /stop_profile, and no --profiler-config in production",
+        "vLLM V1",
+        "No profiles",
+    ),
+)
+JIT = (
+    Remedy(
+        "Have all shapes compiled before traffic comes",
+        "requests of all lengths after each start, and a TRITON_CACHE_DIR and VLLM_CACHE_ROOT that outlive the container",
+        "vLLM V1",
+        "A longer start",
+    ),
+)
+RULE = Rule(
+    name="periodic-pause",
+    summary="The engine stands still at a regular period.",
+    why=(
+        "Whatever stops an engine stops all requests in it. What comes every so many seconds or steps hits a fixed share of "
+        "them, however short a test is, and looks like chance to each of them."
+    ),
+    needs=("step_costs",),
+    missing="needs steps of an engine",
+    thresholds=(
+        Threshold(
+            "times", 2, "x the batch", "A step three times as long as its batch accounts for stood still."
+        ),
+        Threshold("most", 400, "steps", "The longest steps of an engine are enough to show a beat."),
+        Threshold(
+            "chance", 0.001, "", "Against pauses at random, for all periods and sizes that were tried."
+        ),
+        Threshold("apart", 10, "steps", "What comes more often than that is a kind of batch, not a pause."),
+        Threshold(
+            "share", 0.1, "0-1", "A tenth of the excess: what causes less is not why the tail is long."
+        ),
+        Threshold("slowdown", 0.1, "x p50", "A tail slower by less than a tenth of the median is not felt."),
+        Threshold(
+            "cost", 0.01, "of busy time", "Without requests to hurt, a hundredth of the time is worth a word."
+        ),
+    ),
+    remedies=(
+        Remedy(
+            "See whether Python's garbage collector is it, and in which process",
+            "VLLM_GC_DEBUG=1",
+            "vLLM V1, since about 0.11",
+            "A line in the log for each collection",
+        ),
+        Remedy(
+            "Look for what else wakes at this period: cron jobs, node agents, metric exporters, power management",
+            "systemctl list-timers; perf sched; nvidia-smi --query-gpu=clocks_throttle_reasons.active",
+            "any",
+            "Your time",
+        ),
+        *EPLB,
+        Remedy(
+            "Keep what lives as long as the server out of the garbage collector's way",
+            "gc.freeze() after start (vLLM does so itself), fewer objects made by plug-ins",
+            "vLLM V1",
+            "A plug-in to maintain",
+        ),
+    ),
+    confirm_by=(
+        "Change the suspected interval, --eplb-config step_interval or the cron job's: the pauses move with it",
+        "Sample the engine core's stack at the next expected pause (py-spy dump): it shows who holds it up",
+    ),
+    decide=decide,
+)
