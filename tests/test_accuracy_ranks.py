@@ -56,6 +56,8 @@ OTHER, TOLERATED = finding(culprit="rank:1", severity="low"), finding(rule="hot-
         ({"findings": [TOLERATED, finding()]}, "later"),
         ({"findings": [TOLERATED]}, "missed"),
         ({"findings": [OTHER]}, "wrong"),
+        ({"findings": [finding(culprit="rank:any", severity="low")]}, "missed"),
+        ({"findings": [finding(culprit="rank:any", severity="medium")]}, "wrong"),
         ({"findings": [finding(rule="slow-link", culprit="link:1")]}, "wrong"),
         ({"findings": [finding(rule="slow-link", culprit="link:1", severity="low")]}, "missed"),
         ({"findings": [finding(status="inconclusive")]}, "missed"),
