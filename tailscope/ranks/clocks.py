@@ -28,8 +28,8 @@ PASSES = 3
 #: Ends of one collective on GPUs of one host were seen to differ by 3 us, always the same way: no clock is known better.
 LEAST_ERROR_NS = 5_000.0
 #: A rank that always leaves a little late looks like a clock that is ahead. Of real ranks with one clock none did by more
-#: than 0.7 of its ends' deviation, so two deviations bound the error in 95 %.
-DEVIATIONS = 2.0
+#: than 0.7 of its ends' deviation, nor by more than an eighth of the shortest transfer: in a ring data arrives in turn.
+DEVIATIONS, IN_TURN = 2.0, 1 / 8
 #: Standard error of a median of n in deviations, times root n.
 MEDIAN_ERROR = 1.2533
 #: Below so many rounds their own spread tells no error.
@@ -201,7 +201,7 @@ def _error(clock: Clock, possible_ns: float, together: bool) -> float:
     if clock.rounds < FEW_ROUNDS or not together:
         return max(possible_ns, LEAST_ERROR_NS)
     of_median = MEDIAN_ERROR / (clock.rounds / len(clock.times_ns)) ** 0.5
-    seen = DEVIATIONS * clock.residual_ns * (1 + of_median)
+    seen = np.hypot(DEVIATIONS * clock.residual_ns * (1 + of_median), IN_TURN * possible_ns)
     return float(max(min(seen, possible_ns), LEAST_ERROR_NS))
 
 

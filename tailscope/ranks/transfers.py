@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,6 +14,12 @@ from tailscope.ranks.sequence import UNKNOWN, Floats
 FEW_ROUNDS = 8
 #: A transfer counts as slow beyond so many deviations from those of its size.
 SLOW_DEVIATIONS = 5.0
+#: Rounds of a kind that foretell those of another size, and how many of them are looked at.
+ENOUGH_ROUNDS, MOST_FITTED = 32, 2_000
+#: The quantile that the line goes through, and how often it is fitted anew.
+LOWER, QUANTILE_PASSES = 0.25, 30
+#: A usual transfer so many times what other sizes foretell is that of a slow time. Their line leaves so much of a size open.
+FAR_ABOVE, SIZES_SPREAD = 1.6, 0.1
 #: Of all ranks' time in a collective the share that is waiting, from which skew dominates, and up to which the transfer does.
 SKEW_DOMINATED, TRANSFER_DOMINATED = 2 / 3, 1 / 3
 #: What a collective's time is mostly (vLLM's RFC 52777 has these four).
@@ -26,26 +34,49 @@ def size_class(bytes_in: Floats) -> Floats:
 def against_usual(kind: Floats, size: Floats, transfer: Floats, skew: Floats) -> tuple[Floats, Floats]:
     """(usual, slow) of each round's transfer, ns; all arrays are of one value a round, `size` is that of `size_class`.
 
-    `usual`: the median of transfers of its kind and size, of rounds whose ranks came together (skew no
-    longer than the transfer) where there are enough; NaN where there are too few. `slow`: what a transfer took beyond,
-    where that is beyond their spread and half of it.
+    `usual`: the median of transfers of its kind and size, of rounds whose ranks came together (skew no longer than the
+    transfer) where there are enough; where that is far above what other sizes of the kind foretell, or there are too few, what
+    they foretell; NaN where nothing does. `slow`: what a transfer took beyond, where that is beyond their spread and half of it.
     """
-    _, alike = np.unique(kind * 1_000 + size, return_inverse=True)
-    alike = alike.reshape(-1)
     usual, slow = np.full(len(transfer), np.nan), np.zeros(len(transfer))
-    order = np.argsort(alike, kind="stable")
-    for members in np.split(order, np.flatnonzero(np.diff(alike[order])) + 1):
-        values = transfer[members]
-        if len(values) < FEW_ROUNDS:
-            continue
-        together = values[skew[members] <= values]
-        base = together if len(together) >= FEW_ROUNDS else values
-        middle = float(np.median(base))
-        spread = MAD_TO_SIGMA * float(np.median(np.abs(base - middle)))
-        usual[members] = middle
-        beyond = values > middle + max(SLOW_DEVIATIONS * spread, 0.5 * middle)
-        slow[members[beyond]] = values[beyond] - middle
+    for one in np.unique(kind):
+        rounds = np.flatnonzero(kind == one)
+        foretold = _foretold(size[rounds], transfer[rounds])
+        order = rounds[np.argsort(size[rounds], kind="stable")]
+        for members in np.split(order, np.flatnonzero(np.diff(size[order])) + 1):
+            values, least = transfer[members], foretold(size[members[0]])
+            if len(values) < FEW_ROUNDS and np.isnan(least):
+                continue
+            together = values[skew[members] <= values]
+            base = together if len(together) >= FEW_ROUNDS else values
+            middle = float(np.median(base))
+            spread = MAD_TO_SIGMA * float(np.median(np.abs(base - middle)))
+            if len(values) < FEW_ROUNDS or middle > FAR_ABOVE * least:
+                middle, spread = float(least), SIZES_SPREAD * float(least)
+            usual[members] = middle
+            beyond = values > middle + max(SLOW_DEVIATIONS * spread, 0.5 * middle)
+            slow[members[beyond]] = values[beyond] - middle
     return usual, slow
+
+
+def _foretold(size: Floats, transfer: Floats) -> Callable[[float], float]:
+    """Transfer by class of size: a latency and a time per byte, through the lower quarter of the rounds, by quantile
+    regression (Koenker and Bassett 1978; iteratively reweighted): what is slow for a while does not move that."""
+    known = np.flatnonzero(size >= 0)
+    known = known[:: max(1, len(known) // MOST_FITTED)]
+    bytes_in = 2.0 ** (size[known] / 8)
+    if len(known) < ENOUGH_ROUNDS or np.ptp(bytes_in) < bytes_in.min():
+        return lambda _: np.nan
+    features = np.stack([np.ones(len(known)), bytes_in / bytes_in.max()], axis=1)
+    values, weights = transfer[known], np.ones(len(known))
+    for _ in range(QUANTILE_PASSES):
+        scaled = features * weights[:, None]
+        line = np.maximum(np.linalg.lstsq(scaled.T @ features, scaled.T @ values, rcond=None)[0], 0.0)
+        apart = values - features @ line
+        weights = np.where(apart > 0, LOWER, 1 - LOWER) / np.maximum(
+            np.abs(apart), 1e-3 * np.median(values) + 1.0
+        )
+    return lambda of: float(line @ [1.0, 2.0 ** (of / 8) / bytes_in.max()]) if of >= 0 else np.nan
 
 
 def verdicts(stay: Floats, wait: Floats, transfer: Floats, error_ns: float) -> NDArray[np.int64]:
