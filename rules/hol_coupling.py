@@ -167,6 +167,7 @@ def by_steps(hurt: Sequence[Mapping[str, Any]]) -> Finding:
         counter_evidence=tuple(counter),
         remedies=(sized(RULE.remedies[0], worst), *RULE.remedies[1:]),
         confirm_by=RULE.confirm_by,
+        claims="others' prefill",
         explains={f"{r['victim']}\t{r['metric']}": r["blamed_s"] for r in hurt},
     )
 

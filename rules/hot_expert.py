@@ -176,6 +176,7 @@ def hot(window: Row, load: Row | None, saved: float, shares: tuple[float, float,
         counter_evidence=tuple(counter),
         remedies=remedies(severity, load, recorded or stays >= 0.5),
         confirm_by=RULE.confirm_by,
+        claims="waiting for ranks",
         explains={f"{window['tail_class']}\t{window['tail_metric']}": tail * window["excess_s"]}
         if tail
         else {},

@@ -475,6 +475,7 @@ def finding(
         counter_evidence=tuple(counter),
         remedies=remedies(cause, severity),
         confirm_by=RULE.confirm_by,
+        claims="waiting for ranks",
         explains={f"{late['tail_class']}\t{late['tail_metric']}": tail * late["excess_s"]} if tail else {},
     )
 

@@ -320,9 +320,9 @@ def test_a_shared_clock_is_known_as_well_as_ends_show_it() -> None:
     assert {clock.basis for clock in alike} == {"one host"}
     assert max(clock.error_ns for clock in alike) < 15 * US
     # What may be the clock's or the way a rank leaves counts as error.
-    off = fit_clocks(*times(live(World(ranks=2, offset_ns=(0, 40 * US)))), ["one"] * 2)
+    off = fit_clocks(*times(live(World(ranks=2, offset_ns=(0, 30 * US)))), ["one"] * 2)
     assert [clock.offset_ns for clock in off] == [0.0, 0.0]
-    assert 38 * US <= min(clock.error_ns for clock in off) < SAME_HOST_NS
+    assert 28 * US <= min(clock.error_ns for clock in off) < SAME_HOST_NS
 
 
 def test_a_shared_clock_that_is_impossible_is_not_believed() -> None:

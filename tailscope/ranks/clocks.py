@@ -160,7 +160,7 @@ def _fit(end: Floats, common: Floats) -> Clock:
     if rounds < DRIFT_ROUNDS:
         return clock
     order = np.argsort(times, kind="stable")
-    x, y = _points(times, apart, np.array_split(order, BINS))
+    x, y, _ = _points(times[order], apart[order], BINS)
     if not np.ptp(x):
         return clock
     slope, _, low, high = scipy_stats.theilslopes(y, x)
@@ -178,18 +178,22 @@ def _fit(end: Floats, common: Floats) -> Clock:
                 drift=float(slope),
                 residual_ns=around,
             )
-    bins = np.array_split(order, min(BINS, rounds // BIN_ROUNDS))
-    x, y = _points(times, apart, bins)
-    scatter = _spread(np.concatenate([apart[b] - middle for b, middle in zip(bins, y, strict=True)]))
+    bins = min(BINS, rounds // BIN_ROUNDS)
+    x, y, left = _points(times[order], apart[order], bins)
+    scatter = _spread(left)
     beside = y - clock.of(x)
-    if _spread(beside - np.median(beside)) > BENT * MEDIAN_ERROR * scatter / (rounds / len(bins)) ** 0.5:
+    if _spread(beside - np.median(beside)) > BENT * MEDIAN_ERROR * scatter / (rounds / bins) ** 0.5:
         clock = replace(clock, times_ns=x, offsets_ns=y, residual_ns=scatter)
     return clock
 
 
-def _points(times: Floats, apart: Floats, bins: Sequence[NDArray[np.intp]]) -> tuple[Floats, Floats]:
-    """Medians of the rounds of each bin."""
-    return np.array([np.median(times[b]) for b in bins]), np.array([np.median(apart[b]) for b in bins])
+def _points(times: Floats, apart: Floats, bins: int) -> tuple[Floats, Floats, Floats]:
+    """Medians of bins of equally many rounds, by time, and what is left around them; the last rounds, too few for one more a
+    bin, are left out."""
+    size = len(times) // bins
+    x, y = (values[: bins * size].reshape(bins, size) for values in (times, apart))
+    middle = np.median(y, axis=1)
+    return np.median(x, axis=1), middle, (y - middle[:, None]).reshape(-1)
 
 
 def _spread(values: Floats) -> float:
