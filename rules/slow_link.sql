@@ -10,7 +10,11 @@ lengths AS (
     SELECT "window", count(*) AS steps, sum(replayed_ns) AS replayed_ns, sum(replayed_ns - usual_transfers_ns) AS beyond_usual_ns
     FROM step_replays GROUP BY "window"
 ),
-rounds AS (FROM rank_rounds WHERE complete AND at_step IS NOT NULL),
+-- In an exchange the shortest stay is that of who got least: what is slow there must be so by far.
+rounds AS (
+    SELECT * REPLACE (CASE WHEN kind <> 'all_to_all' OR transfer_ns > 2 * usual_transfer_ns THEN slow_ns ELSE 0 END AS slow_ns)
+    FROM rank_rounds WHERE complete AND at_step IS NOT NULL
+),
 clocks AS (
     SELECT "window", bool_and(basis <> 'one host') AS by_ends, bool_or(basis = 'ends of exchanges') AS exchanges_only
     FROM rank_clocks GROUP BY "window"

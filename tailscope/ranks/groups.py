@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tailscope.ranks.collectives import COMBINE, DISPATCH, RankCollectives
+from tailscope.ranks.collectives import COMBINE, DISPATCH, EXCHANGE, KINDS, RankCollectives
 from tailscope.ranks.rounds import match
 from tailscope.ranks.sequence import UNKNOWN, Floats, Ints, Sequence
 from tailscope.ranks.windows import Window
@@ -104,9 +104,12 @@ def _matched(window: Window, key: Key, ranks: int, sequences: dict[int, Sequence
 
 
 def _sequence(rank: RankCollectives, mine: Ints) -> Sequence:
+    kind, phase = rank.columns["kind"][mine], rank.columns["phase"][mine]
+    # A dispatch and a combine are both exchanges, whose ends may be far apart; but never one and the same.
+    told = (kind == EXCHANGE) & np.isin(phase, (DISPATCH, COMBINE))
     return Sequence(
         index=mine,
-        kind=rank.columns["kind"][mine],
+        kind=np.where(told, len(KINDS) + phase, kind),
         seq=rank.columns["seq"][mine],
         start_ns=rank.start_ns[mine].astype(np.int64),
         end_ns=rank.end_ns[mine].astype(np.int64),

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from tailscope.ranks.clocks import FEW_ROUNDS, Clock, connected, fit_clocks, median_of
-from tailscope.ranks.collectives import KINDS, OTHER, WORK, RankCollectives, load_rank
+from tailscope.ranks.collectives import EXCHANGE, KINDS, OTHER, WORK, RankCollectives, load_rank
 from tailscope.ranks.groups import BESIDE, Group, common, gather, match_groups
 from tailscope.ranks.replay import Replayed, Rounds, replay
 from tailscope.ranks.sequence import UNKNOWN, Floats, Ints
@@ -178,7 +178,7 @@ def _table(
     is_late = late[column] == row
     origin = window.span_ns[0]
     # In an exchange of unequal parts a rank may have waited for some of the others only: all of its stay may be transfer.
-    exchange = kind == KINDS.index("all_to_all")
+    exchange = kind == EXCHANGE
     after_last = np.maximum(end[present] - last[column], 0.0)
     by_round = {
         "transfer_ns": pa.array(whole(rounds.transfer_ns)),

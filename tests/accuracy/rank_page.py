@@ -31,7 +31,7 @@ culprit than the fault's at any severity.
 
 CLOCKS = """## Clocks
 
-*held*: share of the ranks whose true offset, about the mean of its world, is within the stated error. *error*: median of
+*held*: share of the ranks whose true offset, about the median of its world, is within the stated error. *error*: median of
 what is stated; *off*: median of how far it is off.
 """
 

@@ -96,7 +96,7 @@ def _coupling_s(ranks: RankWorld, made: Labelled) -> float:
 def _clocks(trace: Trace, ranks: RankWorld) -> dict[str, Any]:
     """Of the window's ranks: how far each clock's offset is from the true one, and the bound that was stated, ns.
 
-    Only differences between clocks mean anything, so both are taken about their mean.
+    Only differences between clocks mean anything, so both are taken about their median.
     """
     rows = trace.rows(
         "SELECT c.rank, c.offset_ns, c.error_ns, c.basis, median(r.end_ns)::BIGINT AS at_ns "
@@ -110,7 +110,7 @@ def _clocks(trace: Trace, ranks: RankWorld) -> dict[str, Any]:
         shown = ranks.clock_ns(row["rank"], np.array([at_s]))[0]
         true.append(int(shown) - START_NS - round(at_s * 1e9))
     off = np.array([row["offset_ns"] for row in known], float) - np.array(true, float)
-    off -= off.mean() if len(off) else 0.0
+    off -= np.median(off) if len(off) else 0.0
     return {
         "clocks": len(rows),
         "bound_ns": [float(row["error_ns"]) for row in known],
