@@ -9,6 +9,8 @@ stepped AS (SELECT "window", bool_or(step IS NOT NULL) AS has_steps FROM work GR
 rounds AS (
     SELECT "window", "group", round, any_value(place) AS place, count(*) AS ranks, count(tokens) AS told,
            max(work_ns) AS longest_ns, avg(work_ns) AS mean_ns, max(tokens) AS most, avg(tokens) AS mean_tokens,
+           -- Few tokens may take as long as the weights do, many as long as they are: batches of a size, within a factor of two, are alike.
+           floor(log2(greatest(avg(tokens), 1e-9))) AS size,
            arg_max(tokens, work_ns) AS slowest_tokens
     FROM work JOIN stepped USING ("window") GROUP BY "window", "group", round
     HAVING count(*) >= 2 AND (bool_or(step IS NOT NULL) OR NOT any_value(has_steps))
@@ -19,7 +21,7 @@ busiest AS (
 ),
 apart AS (
     SELECT w."window", w."group", w.round, w.place, w.rank, w.rank = b.busy AS is_busy, w.work_ns::DOUBLE AS work_ns, w.tokens,
-           r.ranks, r.mean_tokens, r.longest_ns
+           r.ranks, r.size, r.mean_tokens, r.longest_ns
     FROM work w JOIN rounds r USING ("window", "group", round) JOIN busiest b ON b."window" = w."window" AND b.place = w.place
     WHERE r.told = r.ranks
 ),
@@ -29,11 +31,11 @@ others AS (
 ),
 -- The busiest rank is held against itself over time, so its mean is taken off.
 beside AS (
-    SELECT a."window", a."group", a.round, a.place, a.is_busy, a.tokens,
+    SELECT a."window", a.size, a."group", a.round, a.place, a.is_busy, a.tokens,
            a.work_ns - o.work_ns - CASE WHEN a.is_busy THEN avg(a.work_ns - o.work_ns) OVER busy ELSE 0 END AS more_ns,
            a.tokens - o.tokens - CASE WHEN a.is_busy THEN avg(a.tokens - o.tokens) OVER busy ELSE 0 END AS more_tokens
     FROM apart a JOIN others o USING ("window", "group", round)
-    WINDOW busy AS (PARTITION BY a."window", a.place, a.is_busy)
+    WINDOW busy AS (PARTITION BY a."window", a.size, a.place, a.is_busy)
 ),
 parts AS (
     SELECT *, CASE WHEN is_busy THEN 'busy' ELSE 'others' END AS part FROM beside
@@ -41,33 +43,33 @@ parts AS (
     SELECT *, 'all' FROM beside
 ),
 fits AS (
-    SELECT "window", part, sum(more_tokens * more_tokens) AS sxx, sum(more_tokens * more_ns) / sum(more_tokens * more_tokens) AS slope,
+    SELECT "window", size, part, sum(more_tokens * more_tokens) AS sxx, sum(more_tokens * more_ns) / sum(more_tokens * more_tokens) AS slope,
            count(DISTINCT place) + 1 AS lost
     -- What is left of equal numbers by rounding is no difference.
-    FROM parts GROUP BY "window", part HAVING sum(more_tokens * more_tokens) > 1e-12 * sum(tokens * tokens)
+    FROM parts GROUP BY "window", size, part HAVING sum(more_tokens * more_tokens) > 1e-12 * sum(tokens * tokens)
 ),
 -- Its error from the rounds' own scatter (clustered, White 1980): work that is longer varies more.
 errors AS (
-    SELECT "window", part, any_value(slope) AS slope,
+    SELECT "window", size, part, any_value(slope) AS slope,
            sqrt(sum(score * score) * count(*) / (count(*) - any_value(lost))) / any_value(sxx) AS error
     FROM (
-        SELECT "window", part, any_value(slope) AS slope, any_value(sxx) AS sxx, any_value(lost) AS lost,
+        SELECT "window", size, part, any_value(slope) AS slope, any_value(sxx) AS sxx, any_value(lost) AS lost,
                sum(more_tokens * (more_ns - slope * more_tokens)) AS score
-        FROM parts JOIN fits USING ("window", part) GROUP BY "window", part, "group", round
+        FROM parts JOIN fits USING ("window", size, part) GROUP BY "window", size, part, "group", round
     )
-    GROUP BY "window", part HAVING count(*) - any_value(lost) >= $rounds / 2
+    GROUP BY "window", size, part HAVING count(*) - any_value(lost) >= $rounds / 2
 ),
 -- Where time bends, because few tokens take as long as the weights do, the busiest rank's own slope holds for what is
 -- beyond the mean, and the others' for what they would get.
 slopes AS (
-    SELECT "window", bent, others AS others_ns_per_token, CASE WHEN bent THEN busy ELSE every END AS ns_per_token,
+    SELECT "window", size, bent, others AS others_ns_per_token, CASE WHEN bent THEN busy ELSE every END AS ns_per_token,
            CASE WHEN bent THEN busy_error ELSE every_error END AS ns_per_token_error, CASE WHEN bent THEN others ELSE every END AS below
     FROM (
         SELECT *, coalesce(abs(busy - others) > $bends * sqrt(busy_error * busy_error + others_error * others_error), false) AS bent
-        FROM (SELECT "window", max(slope) FILTER (WHERE part = 'all') AS every, max(error) FILTER (WHERE part = 'all') AS every_error,
+        FROM (SELECT "window", size, max(slope) FILTER (WHERE part = 'all') AS every, max(error) FILTER (WHERE part = 'all') AS every_error,
                      max(slope) FILTER (WHERE part = 'busy') AS busy, max(error) FILTER (WHERE part = 'busy') AS busy_error,
                      max(slope) FILTER (WHERE part = 'others') AS others, max(error) FILTER (WHERE part = 'others') AS others_error
-              FROM errors GROUP BY "window")
+              FROM errors GROUP BY "window", size)
     )
     WHERE every IS NOT NULL
 ),
@@ -77,16 +79,25 @@ evened AS (
     FROM (SELECT a."window", any_value(a.longest_ns) AS longest_ns,
                  max(a.work_ns - greatest(CASE WHEN a.tokens > a.mean_tokens THEN s.ns_per_token ELSE s.below END, 0)
                      * (a.tokens - a.mean_tokens)) AS even_ns
-          FROM apart a JOIN slopes s USING ("window") GROUP BY a."window", a."group", a.round)
+          FROM apart a JOIN slopes s USING ("window", size) GROUP BY a."window", a."group", a.round)
     GROUP BY "window"
 ),
 totals AS (
     SELECT "window", count(*) AS rounds, count(*) FILTER (WHERE told = ranks) AS told_rounds, max(ranks) AS ranks,
            sum(longest_ns - mean_ns) AS lost_ns, sum(longest_ns) AS longest_ns,
-           sum(longest_ns - mean_ns) FILTER (WHERE told = ranks) AS more_ns,
-           sum(slowest_tokens - mean_tokens) FILTER (WHERE told = ranks) AS more_tokens,
            sum(most) FILTER (WHERE told = ranks) AS most, sum(mean_tokens) FILTER (WHERE told = ranks) AS mean_tokens
     FROM rounds GROUP BY "window"
+),
+-- By size, what the slowest rank of each round takes more than the mean, and gets more; a slope for all sizes as far as these go.
+more AS (
+    SELECT "window", size, sum(longest_ns - mean_ns) AS more_ns, sum(slowest_tokens - mean_tokens) AS more_tokens
+    FROM rounds WHERE told = ranks GROUP BY "window", size
+),
+per_token AS (
+    SELECT "window", sum(more_ns) AS more_ns, sum(more_tokens) AS more_tokens, sum(ns_per_token * more_tokens) / nullif(sum(more_tokens), 0) AS ns_per_token,
+           sqrt(sum(ns_per_token_error * ns_per_token_error * more_tokens * more_tokens)) / nullif(abs(sum(more_tokens)), 0) AS ns_per_token_error,
+           arg_max(bent, more_ns) AS bent, arg_max(others_ns_per_token, more_ns) AS others_ns_per_token
+    FROM more JOIN slopes USING ("window", size) GROUP BY "window"
 ),
 by_place AS (
     SELECT a."window", a.place, any_value(b.busy) AS rank, sum(a.tokens) FILTER (WHERE a.is_busy) / nullif(sum(a.mean_tokens) FILTER (WHERE a.is_busy), 0) AS ratio,
@@ -139,12 +150,12 @@ balance AS (
     FROM metrics m JOIN (SELECT DISTINCT series, name FROM series WHERE name IN ('log:eplb_balancedness', 'log:sglang_expert_balancedness')) s USING (series)
     WHERE m.value > 0 AND m.value <= 1 GROUP BY ALL
 )
-SELECT 'work' AS told_by, w.*, t.* EXCLUDE ("window"), p.steps, p.step_ns, s.ns_per_token, s.ns_per_token_error, s.bent, s.others_ns_per_token, v.saved_ns, f.fixed_tokens, l.places, i.idle,
+SELECT 'work' AS told_by, w.*, t.* EXCLUDE ("window"), p.steps, p.step_ns, s.* EXCLUDE ("window"), v.saved_ns, f.fixed_tokens, l.places, i.idle,
        (SELECT bool_or(k.recorded) FROM expert_work k WHERE k."window" = w."window") AS recorded,
        (SELECT sum(own_ns) FROM rank_rounds) AS all_own_ns,
        c.klass AS tail_class, c.metric AS tail_metric, c.straggler_s, c.excess_s, c.slo_broken, c.tail_rule
 FROM windows w JOIN totals t USING ("window")
-LEFT JOIN spans p USING ("window") LEFT JOIN slopes s USING ("window") LEFT JOIN evened v USING ("window")
+LEFT JOIN spans p USING ("window") LEFT JOIN per_token s USING ("window") LEFT JOIN evened v USING ("window")
 LEFT JOIN fixed f USING ("window") LEFT JOIN places l USING ("window") LEFT JOIN idle i USING ("window") LEFT JOIN tail c ON true
 UNION ALL BY NAME
 SELECT 'load' AS told_by, * FROM (SELECT "set", instance, {kind: kind, placement: placement, experts: experts, spare: spare, layers: layers, ranks: ranks, steps: steps,

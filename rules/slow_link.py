@@ -1,4 +1,4 @@
-"""Transfers take longer than others of their size, or one rank's link holds up every exchange."""
+"""Transfers take longer than others of their size, or all wait for one rank's link."""
 
 from __future__ import annotations
 
@@ -147,7 +147,8 @@ def of_group(row: Row, limits: Mapping[str, float]) -> Finding | None:
     else:
         return None
     share = cost / row["replayed_ns"]
-    if share < limits["share"]:
+    in_them = share * row["steps"] / row["slow_steps"] if often == "at times" else share
+    if share < limits["share"] and in_them < limits["felt"]:
         return None
     evidence = [
         Evidence(text, {"cost_ns": cost}),
@@ -200,7 +201,7 @@ def finding(
 
 RULE = Rule(
     name="slow-link",
-    summary="Transfers take longer than others of their size, or one rank's link holds up every exchange.",
+    summary="Transfers take longer than others of their size, or all wait for one rank's link.",
     why=(
         "A rank that comes late and a link that is slow look alike in a profile: both are long collectives. The first is mended at "
         "the rank, the second at a cable, a switch or a NIC; the shortest stay of all ranks tells them apart."
@@ -217,8 +218,14 @@ RULE = Rule(
         Threshold(
             "always", 0.8, "0-1", "A link that is slow is so in nearly all steps; noise changes sides."
         ),
-        Threshold("steps", 8, "", "Fewer steps show no usual transfer."),
+        Threshold("steps", 8, "", "With fewer steps no transfer is known to be usual."),
         Threshold("share", 0.05, "0-1", "Less than a twentieth of the steps' time is not worth acting on."),
+        Threshold(
+            "felt",
+            0.15,
+            "0-1",
+            "Steps that are a seventh longer are felt by the tail, though there be few of them.",
+        ),
         Threshold("slower", 1.5, "x", "Groups on other links of one machine were seen to differ by a fifth."),
     ),
     remedies=(
@@ -248,7 +255,7 @@ RULE = Rule(
         ),
     ),
     confirm_by=(
-        "nccl-tests between the same ranks while the server is idle: a slow link is slow there too",
+        "Run nccl-tests between the same ranks while the server is idle: a slow link is slow there too",
         "Swap the rank to another host: lateness that stays with the port is the link's",
     ),
     decide=decide,

@@ -34,8 +34,8 @@ def size_class(bytes_in: Floats) -> Floats:
 def against_usual(kind: Floats, size: Floats, transfer: Floats, skew: Floats) -> tuple[Floats, Floats]:
     """(usual, slow) of each round's transfer, ns; all arrays are of one value a round, `size` is that of `size_class`.
 
-    `usual`: the median of transfers of its kind and size, of rounds whose ranks came together (skew no longer than the
-    transfer) where there are enough; where that is far above what other sizes of the kind foretell, or there are too few, what
+    `usual`: the median of transfers of its kind and size, of the half of the rounds whose ranks came together most,
+    where there are enough; where that is far above what other sizes of the kind foretell, or there are too few, what
     they foretell; NaN where nothing does. `slow`: what a transfer took beyond, where that is beyond their spread and half of it.
     """
     usual, slow = np.full(len(transfer), np.nan), np.zeros(len(transfer))
@@ -47,8 +47,10 @@ def against_usual(kind: Floats, size: Floats, transfer: Floats, skew: Floats) ->
             values, least = transfer[members], foretold(size[members[0]])
             if len(values) < FEW_ROUNDS and np.isnan(least):
                 continue
-            together = values[skew[members] <= values]
-            base = together if len(together) >= FEW_ROUNDS else values
+            # Those that came together most; not those whose skew is less than their transfer, which long ones would be.
+            base = (
+                values[skew[members] <= np.median(skew[members])] if len(values) >= 2 * FEW_ROUNDS else values
+            )
             middle = float(np.median(base))
             spread = MAD_TO_SIGMA * float(np.median(np.abs(base - middle)))
             if len(values) < FEW_ROUNDS or middle > FAR_ABOVE * least:

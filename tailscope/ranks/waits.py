@@ -238,7 +238,7 @@ def _late_phase(
     best, chosen = np.full(rounds, -np.inf), np.full(rounds, OTHER)
     mine, theirs = np.zeros(rounds), np.zeros(rounds)
     # What no rank did cannot be it; `other` is what there is without any phase.
-    some = [i for i in range(OTHER) if any(r.work_by_phase[:, i].any() for r in ranks)]
+    some = [i for i in range(len(WORK)) if i != OTHER and any(r.work_by_phase[:, i].any() for r in ranks)]
     if not some:
         return chosen, (np.nan_to_num(work_late), np.nan_to_num(work_others))
     for index in [*some, OTHER]:

@@ -11,8 +11,6 @@ from tailscope.sim.scenario import Ranks
 
 #: What seeds begin with, so that hot experts and tokens are drawn from streams of their own.
 HOT_STREAM, TOKEN_STREAM = 2, 3
-#: (token, expert) pairs of a layer, which say how uneven even routing is by chance.
-ROUTED = 2_048
 #: Least share of its even load that a rank gets: weights are read whatever the tokens.
 LEAST_LOAD = 0.05
 
@@ -52,7 +50,7 @@ class Experts:
                 share[self.rank_of(expert)] += part
             some, root = drawn[low - first : high - first], np.sqrt(share)
             # Shares sum to one, so the ranks' deviations sum to none.
-            deviation = root * (some - root * (some @ root)[..., None]) / np.sqrt(ROUTED)
+            deviation = root * (some - root * (some @ root)[..., None]) / np.sqrt(self.settings.routed)
             parts.append(np.maximum((share + deviation) * self.ranks, LEAST_LOAD))
         return np.concatenate(parts)
 
