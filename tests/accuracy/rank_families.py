@@ -222,7 +222,9 @@ def hot_expert(rng: Rng, offset_ms: float) -> Labelled:
     # As few as a batch of some tens of tokens has: without differences by chance a hot rank looks like a slow one.
     routed = round(uniform(rng, 60, 400))
     made = replace(
-        scenario, ranks=replace(settings, hot=hot, routed=routed), telemetry=replace(scenario.telemetry, expert_load=True)
+        scenario,
+        ranks=replace(settings, hot=hot, routed=routed),
+        telemetry=replace(scenario.telemetry, expert_load=True),
     )
     ranks = RankWorld(made, "w", 0, made.seed)
     expert = ranks.hot_expert(0)
@@ -289,6 +291,9 @@ def collected(rng: Rng, offset_ms: float) -> Labelled:
 def slow_hosts(rng: Rng, offset_ms: float) -> Labelled:
     """All hosts launch late, so that no rank waits for another."""
     scenario = world(rng, offset_ms)
+    if scenario.ranks.emitter == "gloo":
+        # A profile of a CPU does not tell waiting from idling.
+        scenario = replace(scenario, ranks=replace(scenario.ranks, emitter="nccl"))
     step = scenario.cost.step
     fault = Fault(
         "host-slow", all_ranks=True, length_s=step * float(rng.uniform(0.3, 0.8)), per_request_s=step * float(rng.uniform(0.02, 0.1))
@@ -300,7 +305,6 @@ def coupled(rng: Rng, offset_ms: float) -> Labelled:
     """One engine prefills while those beside it decode, or have nothing to do."""
     scenario = world(rng, offset_ms, str(rng.choice(["experts", "nested"])))
     engines, tp = scenario.engine.data_parallel, scenario.ranks.tensor_parallel
-    # Round-robin: every engines-th request goes to the same one.
     chosen, n = int(rng.integers(engines)), 12 * engines
     prompts = np.where(
         np.arange(n) % engines == chosen, rng.integers(1_500, 4_000, n), rng.integers(10, 40, n)
@@ -312,35 +316,14 @@ def coupled(rng: Rng, offset_ms: float) -> Labelled:
     )  # fmt: skip
     faulty = replace(scenario, loads=made, cost=replace(scenario.cost, prefill_token=3e-5))
     of_engine = frozenset(f"rank:{rank}" for rank in range(chosen * tp, chosen * tp + tp))
-    names = engine_of(scenario, chosen * tp) | of_engine
+    # Requests go to the engine with least to do, so that now and then another one prefills.
+    names = engine_of(scenario, chosen * tp) | of_engine | {"engine:whichever prefills"}
     return Labelled(
         faulty,
         {"dp-coupling": names},
         {"straggler-rank": of_engine, "hol-coupling": None},
         scenario.ranks.layers,
     )
-
-
-def pausing(rng: Rng, offset_ms: float) -> Labelled:
-    """All stand still at a regular period, as for moving experts; long enough for the beat to show."""
-    scenario = world(rng, offset_ms)
-    length = scenario.cost.step * float(rng.uniform(1.5, 4.0))
-    every = length + float(rng.uniform(0.08, 0.15))
-    n = 3 * scenario.engine.data_parallel
-    made = loads(
-        rng, scenario.engine.data_parallel,
-        times_s=tuple(np.sort(rng.uniform(0, 1.0, n)).tolist()),
-        prompts=tuple(rng.integers(20, 40, n).tolist()), outputs=tuple(rng.integers(60, 90, n).tolist()),
-    )  # fmt: skip
-    fault = Fault("pause", length_s=length, every_s=every, reason="eplb", from_s=float(rng.uniform(0, every)))
-    faulty = replace(scenario, loads=made, faults=(fault,), duration_s=3.0)
-    return Labelled(faulty, {"periodic-pause": None})
-
-
-def first_shapes(rng: Rng, offset_ms: float) -> Labelled:
-    scenario = world(rng, offset_ms)
-    fault = Fault("first-shape", length_s=float(rng.uniform(0.02, 0.1)))
-    return with_fault(scenario, fault, {"first-shape": None})
 
 
 # -- what only looks like it -------------------------------------------------------------------
@@ -423,8 +406,6 @@ FAMILIES = (
     Family("slow host", "fault", "one rank's kernels are launched late", slow_host),
     Family("collections", "fault", "one rank's host stands still now and then", collected),
     Family("slow hosts", "fault", "all ranks' kernels are launched late", slow_hosts, barred=False),
-    Family("periodic pause", "fault", "all stand still at a regular period", pausing, barred=False),
-    Family("first shape", "fault", "the first batch of each size takes longer", first_shapes, barred=False),
     Family("dp coupling", "fault", "one engine's prefill holds up those beside it", coupled),
     Family("clean", "decoy", "nothing wrong", clean),
     Family("rotating", "decoy", "much lateness, each time another's", rotating),
