@@ -132,7 +132,7 @@ def of_ranks(rows: Sequence[Row], limits: Mapping[str, float]) -> Finding | None
 def of_group(row: Row, limits: Mapping[str, float]) -> Finding | None:
     """A group whose transfers take longer than they do at other times, or than those of groups beside it."""
     ranks = ", ".join(str(r) for r in row["members"][:8])
-    if row["slow_ns"] and row["slow_steps"] >= limits["steps"]:
+    if row["slow_ns"] and row["slow_steps"] >= limits["times"]:
         cost, often = row["slow_ns"], "at times"
         text = (
             f"{row['slow_rounds']} of {row['rounds']} transfers, in {row['slow_steps']} of {row['steps']} steps, took longer than "
@@ -219,6 +219,7 @@ RULE = Rule(
             "always", 0.8, "0-1", "A link that is slow is so in nearly all steps; noise changes sides."
         ),
         Threshold("steps", 8, "", "With fewer steps no transfer is known to be usual."),
+        Threshold("times", 3, "", "A transfer beyond five deviations in three steps is no chance."),
         Threshold("share", 0.05, "0-1", "Less than a twentieth of the steps' time is not worth acting on."),
         Threshold(
             "felt",

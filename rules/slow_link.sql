@@ -10,11 +10,7 @@ lengths AS (
     SELECT "window", count(*) AS steps, sum(replayed_ns) AS replayed_ns, sum(replayed_ns - usual_transfers_ns) AS beyond_usual_ns
     FROM step_replays GROUP BY "window"
 ),
--- In an exchange the shortest stay is that of who got least: what is slow there must be so by far.
-rounds AS (
-    SELECT * REPLACE (CASE WHEN kind <> 'all_to_all' OR transfer_ns > 2 * usual_transfer_ns THEN slow_ns ELSE 0 END AS slow_ns)
-    FROM rank_rounds WHERE complete AND at_step IS NOT NULL
-),
+rounds AS (FROM rank_rounds WHERE complete AND at_step IS NOT NULL),
 clocks AS (
     SELECT "window", bool_and(basis <> 'one host') AS by_ends, bool_or(basis = 'ends of exchanges') AS exchanges_only
     FROM rank_clocks GROUP BY "window"
@@ -43,10 +39,15 @@ ranks AS (
     FROM by_rank b LEFT JOIN kept k ON k."window" = b."window" AND k.rank = b.rank
 ),
 transfers AS (
-    SELECT "window", "group", kind, size, count(*) AS rounds, median(transfer_ns) AS transfer_ns, count(*) FILTER (WHERE slow_ns > 0) AS slow_rounds,
-           count(DISTINCT at_step) FILTER (WHERE slow_ns > 0) AS slow_steps, sum(slow_ns) AS slow_ns, median(usual_transfer_ns) AS usual_ns,
-           median(transfer_ns) FILTER (WHERE slow_ns > 0) AS slow_transfer_ns
+    SELECT "window", "group", kind, size, count(*) AS rounds, median(transfer_ns) AS transfer_ns
     FROM rounds WHERE is_last GROUP BY "window", "group", kind, size HAVING count(*) >= $steps
+),
+-- In an exchange the shortest stay is that of who got least, which differs from time to time.
+at_times AS (
+    SELECT "window", "group", count(*) AS rounds, count(*) FILTER (WHERE slow_ns > 0) AS slow_rounds,
+           count(DISTINCT at_step) FILTER (WHERE slow_ns > 0) AS slow_steps, sum(slow_ns) AS slow_ns, arg_max(kind, slow_ns) AS kind,
+           median(usual_transfer_ns) FILTER (WHERE slow_ns > 0) AS usual_ns, median(transfer_ns) FILTER (WHERE slow_ns > 0) AS slow_transfer_ns
+    FROM rounds WHERE is_last AND kind <> 'all_to_all' GROUP BY "window", "group"
 ),
 -- Groups beside it whose collectives are of the same kind and size, with as many ranks.
 members AS (SELECT "window", "group", list(DISTINCT rank ORDER BY rank) AS members FROM rounds GROUP BY "window", "group"),
@@ -57,15 +58,18 @@ siblings AS (
     JOIN members n ON n."window" = o."window" AND n."group" = o."group" AND len(n.members) = len(m.members)
     GROUP BY t."window", t."group", t.kind, t.size
 ),
-groups AS (
-    SELECT t."window", t."group", any_value(m.members) AS members, sum(t.rounds) AS rounds, sum(t.slow_rounds) AS slow_rounds,
-           max(t.slow_steps) AS slow_steps, sum(t.slow_ns) AS slow_ns, arg_max(t.kind, t.slow_ns) AS kind,
-           arg_max(t.usual_ns, t.slow_ns) AS usual_ns, arg_max(t.slow_transfer_ns, t.slow_ns) AS slow_transfer_ns,
-           sum(greatest(t.transfer_ns - s.sibling_ns, 0) * t.rounds) FILTER (WHERE t.transfer_ns > s.slowest_sibling_ns) AS over_siblings_ns,
-           arg_max(t.transfer_ns, t.transfer_ns / s.sibling_ns) AS own_ns, arg_max(s.sibling_ns, t.transfer_ns / s.sibling_ns) AS sibling_ns, max(s.siblings) AS siblings
-    FROM transfers t JOIN members m ON m."window" = t."window" AND m."group" = t."group"
-    LEFT JOIN siblings s ON s."window" = t."window" AND s."group" = t."group" AND s.kind = t.kind AND s.size = t.size
+beside AS (
+    SELECT t."window", t."group", sum(greatest(t.transfer_ns - s.sibling_ns, 0) * t.rounds) FILTER (WHERE t.transfer_ns > s.slowest_sibling_ns) AS over_siblings_ns,
+           arg_max(t.transfer_ns, t.transfer_ns / s.sibling_ns) AS own_ns, arg_max(s.sibling_ns, t.transfer_ns / s.sibling_ns) AS sibling_ns,
+           max(s.siblings) AS siblings
+    FROM transfers t JOIN siblings s ON s."window" = t."window" AND s."group" = t."group" AND s.kind = t.kind AND s.size = t.size
     GROUP BY t."window", t."group"
+),
+groups AS (
+    SELECT m.*, a.* EXCLUDE ("window", "group"), b.* EXCLUDE ("window", "group")
+    FROM members m
+    JOIN at_times a ON a."window" = m."window" AND a."group" = m."group"
+    LEFT JOIN beside b ON b."window" = m."window" AND b."group" = m."group"
 ),
 tail AS (
     SELECT e.klass, e.metric, sum(e.excess_s) AS slow_s, any_value(k.excess_s) AS excess_s, any_value(k.slo_broken) AS slo_broken,
