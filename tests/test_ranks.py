@@ -530,8 +530,8 @@ def test_how_many_rounds_are_compared_at_a_time_says_nothing(
 ) -> None:
     path = worlds.write(tmp_path / "t", rank_worlds.tables(World(slow=(Slow(1, 1.5),), **apart(3, 2.0))))
     results = []
-    for rounds in (waits.ROUNDS, 7):
-        monkeypatch.setattr(waits, "ROUNDS", rounds)
+    for at_once in (waits.ROWS, 7 * 3):
+        monkeypatch.setattr(waits, "ROWS", at_once)
         with Trace(path) as trace:
             diagnose(trace, Config())
             rows = trace.rows('FROM rank_rounds ORDER BY "window", "group", round, rank')

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import duckdb
 import numpy as np
+from numpy.typing import NDArray
 
-from tailscope.ranks.sequence import UNKNOWN, Floats, Ints
+from tailscope.ranks.sequence import UNKNOWN, Floats
 from tailscope.ranks.windows import Profile
 from tailscope.scan import quote
 from tailscope.schema import PHASES
@@ -31,10 +33,10 @@ def _index_sql(column: str, names: Iterable[str]) -> str:
 
 
 _COLLECTIVES = f"""
-SELECT start_ns, start_ns + duration_ns AS end_ns, {_index_sql("collective", KINDS)} AS kind,
-       {_index_sql("phase", PHASES)} AS phase, coalesce(seq, -1) AS seq, {{group}} AS "group",
-       coalesce(group_size, 0) AS group_size, coalesce(step, -1) AS step, coalesce(layer, -1) AS layer,
-       coalesce(bytes_in, -1) AS bytes, coalesce(tokens, -1) AS tokens
+SELECT start_ns, start_ns + duration_ns AS end_ns, ({_index_sql("collective", KINDS)})::TINYINT AS kind,
+       ({_index_sql("phase", PHASES)})::TINYINT AS phase, coalesce(seq, -1) AS seq, ({{group}})::INTEGER AS "group",
+       coalesce(TRY_CAST(group_size AS INTEGER), 0) AS group_size, coalesce(TRY_CAST(step AS INTEGER), -1) AS step,
+       coalesce(TRY_CAST(layer AS INTEGER), -1) AS layer, coalesce(bytes_in, -1) AS bytes, coalesce(tokens, -1) AS tokens
 FROM rank_events WHERE source = $source AND collective IS NOT NULL AND duration_ns IS NOT NULL
 ORDER BY start_ns, end_ns
 """
@@ -53,15 +55,16 @@ class RankCollectives:
     """One rank's collectives by start, with its work before each; ns since the window's first event."""
 
     profile: Profile
-    columns: dict[str, Ints]
+    #: Whole numbers, each column as narrow as it can be: a window holds millions.
+    columns: dict[str, NDArray[Any]]
     #: Names of the groups that the column `group` counts.
     groups: list[str]
     start_ns: Floats
     end_ns: Floats
     #: Time since the collectives before had ended; NaN for the first, whose work the profile does not show.
     work_ns: Floats
-    #: collectives x WORK: that time by phase.
-    work_by_phase: Floats
+    #: collectives x WORK: that time by phase, in single precision.
+    work_by_phase: NDArray[np.float32]
 
 
 def load_rank(trace: Trace, profile: Profile, origin_ns: int) -> RankCollectives:
@@ -81,7 +84,7 @@ def _load(con: duckdb.DuckDBPyConnection, profile: Profile, origin_ns: int) -> R
     ]
     sql = _COLLECTIVES.format(group=_index_sql('"group"', groups))
     rows = con.sql(sql, params=known).to_arrow_table()
-    arrays = {name: np.asarray(rows[name].to_numpy(), np.int64) for name in rows.column_names}
+    arrays = {name: np.asarray(rows[name].to_numpy()) for name in rows.column_names}
     start = (arrays.pop("start_ns") - origin_ns).astype(np.float64)
     end = (arrays.pop("end_ns") - origin_ns).astype(np.float64)
     over = np.concatenate([[np.nan], np.maximum.accumulate(end)[:-1]]) if len(end) else end
@@ -102,9 +105,9 @@ def _by_phase(
     start: Floats,
     over: Floats,
     work: Floats,
-) -> Floats:
+) -> NDArray[np.float32]:
     """The work before each collective by phase: the time that ops of a phase cover in it."""
-    result = np.zeros((len(start), len(WORK)))
+    result = np.zeros((len(start), len(WORK)), np.float32)
     if not len(start):
         return result
     for on_gpu in (True, False):

@@ -126,8 +126,8 @@ def write_ranks(trace: Trace, scope: Scope) -> None:
     clocks: list[dict[str, object]] = []
     for window in windows:
         waits = compare(trace, window)
-        if waits.tables:
-            _insert(trace, "rank_rounds", pa.concat_tables(waits.tables))
+        for rows in waits.tables:
+            _insert(trace, "rank_rounds", rows)
         if waits.replayed is not None:
             for name, rows in _costs(window, waits.replayed).items():
                 _insert(trace, name, rows)

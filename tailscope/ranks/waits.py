@@ -8,9 +8,9 @@ is at most what its own work since then exceeds theirs (after Böhme et al., ACM
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,8 +31,8 @@ from tailscope.store import Trace
 CLOCKS = frozenset(KINDS) - {"all_to_all"}
 #: Rounds the clocks are fitted to, evenly taken; more make them no better known.
 MOST_FITTED = 20_000
-#: Rounds compared at a time, each by a thread of its own.
-ROUNDS = 65_536
+#: Rows made at a time, by a thread of their own: memory does not grow with the window.
+ROWS, AHEAD = 524_288, 2
 
 
 @dataclass
@@ -40,10 +40,10 @@ class WindowWaits:
     """A window's ranks compared. `tables` have a row per rank and collective (columns of `rank_rounds`)."""
 
     clocks: list[Clock]
-    tables: list[pa.Table] = field(default_factory=list)
-    collectives: int = 0
-    unmatched: int = 0
-    replayed: Replayed | None = None
+    tables: Iterator[pa.Table]
+    collectives: int
+    unmatched: int
+    replayed: Replayed | None
 
 
 def compare(trace: Trace, window: Window) -> WindowWaits:
@@ -63,7 +63,7 @@ def compare(trace: Trace, window: Window) -> WindowWaits:
     )
     rounds = [replace(r, step=step) for r, step in zip(rounds, steps, strict=True)]
     exits = _exits(rounds, ranks)
-    tables = [table for r in rounds for table in _tables(window, r, ranks, clocks, exits)]
+    tables = (table for r in rounds for table in _tables(window, r, ranks, clocks, exits))
     return WindowWaits(clocks, tables, collectives, unmatched, replay(rounds, ranks))
 
 
@@ -129,14 +129,17 @@ def _exits(rounds: Sequence[Rounds], ranks: list[RankCollectives]) -> list[Float
 
 def _tables(
     window: Window, rounds: Rounds, ranks: list[RankCollectives], clocks: list[Clock], exits: list[Floats]
-) -> list[pa.Table]:
-    """Rows of `rank_rounds` for the rounds of a group, some rounds a table."""
+) -> Iterator[pa.Table]:
+    """Rows of `rank_rounds` for the rounds of a group, some rounds a table, a few tables ahead of who takes them."""
+    size = max(1, ROWS // len(ranks))
+    parts = [slice(first, first + size) for first in range(0, len(rounds.last_ns), size)]
 
-    def table(first: int) -> pa.Table:
-        return _table(window, rounds.some(slice(first, first + ROUNDS)), first, ranks, clocks, exits)
+    def table(part: slice) -> pa.Table:
+        return _table(window, rounds.some(part), part.start, ranks, clocks, exits)
 
-    with ThreadPoolExecutor(BESIDE) as pool:
-        return list(pool.map(table, range(0, len(rounds.last_ns), ROUNDS)))
+    with ThreadPoolExecutor(AHEAD) as pool:
+        for first in range(0, len(parts), AHEAD):
+            yield from pool.map(table, parts[first : first + AHEAD])
 
 
 def _table(
