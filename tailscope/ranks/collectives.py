@@ -84,7 +84,7 @@ def _load(con: duckdb.DuckDBPyConnection, profile: Profile, origin_ns: int) -> R
     ]
     sql = _COLLECTIVES.format(group=_index_sql('"group"', groups))
     rows = con.sql(sql, params=known).to_arrow_table()
-    arrays = {name: np.asarray(rows[name].to_numpy()) for name in rows.column_names}
+    arrays = {name: _once(rows[name].to_numpy()) for name in rows.column_names}
     start = (arrays.pop("start_ns") - origin_ns).astype(np.float64)
     end = (arrays.pop("end_ns") - origin_ns).astype(np.float64)
     over = np.concatenate([[np.nan], np.maximum.accumulate(end)[:-1]]) if len(end) else end
@@ -96,6 +96,13 @@ def _load(con: duckdb.DuckDBPyConnection, profile: Profile, origin_ns: int) -> R
     by_phase[inside, EXPERT] += by_phase[inside, OTHER]
     by_phase[inside, OTHER] = 0.0
     return RankCollectives(profile, arrays, groups, start, end, work, by_phase)
+
+
+def _once(values: NDArray[Any]) -> NDArray[Any]:
+    """The same values; where all are one, it is held once."""
+    return (
+        np.broadcast_to(values[:1], values.shape) if len(values) and (values == values[0]).all() else values
+    )
 
 
 def _by_phase(

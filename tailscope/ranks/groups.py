@@ -27,7 +27,10 @@ class Group:
 
     name: str
     complete: bool
-    place: Ints
+    place: NDArray[np.int32]
+
+    def some(self, rounds: slice) -> Group:
+        return Group(self.name, self.complete, self.place[:, rounds])
 
 
 #: A group: its name, the ranks it has by the profile, how many there should be (0: not known).
@@ -87,7 +90,7 @@ def match_groups(window: Window, ranks: list[RankCollectives]) -> tuple[list[Gro
 def _matched(window: Window, key: Key, ranks: int, sequences: dict[int, Sequence]) -> tuple[Group, int]:
     """A group's collectives on all its ranks, against those of the rank that has most; how many stay alone."""
     reference = max(sequences, key=lambda i: len(sequences[i].kind))
-    place = np.full((ranks, len(sequences[reference].kind)), UNKNOWN)
+    place = np.full((ranks, len(sequences[reference].kind)), UNKNOWN, np.int32)
     place[reference] = sequences[reference].index
     others = [i for i in sequences if i != reference]
     with ThreadPoolExecutor(BESIDE) as pool:

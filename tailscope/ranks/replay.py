@@ -44,7 +44,7 @@ class Rounds:
     size: Floats
 
     def some(self, which: slice) -> Rounds:
-        group = Group(self.group.name, self.group.complete, self.group.place[:, which])
+        group = self.group.some(which)
         times = (self.last_ns, self.transfer_ns, self.usual_ns, self.slow_ns, self.size)
         return Rounds(group, self.step[which], *(value[which] for value in times))
 

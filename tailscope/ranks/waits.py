@@ -70,17 +70,17 @@ def compare(trace: Trace, window: Window) -> WindowWaits:
 def _clocks(groups: list[Group], ranks: list[RankCollectives], hosts: Sequence[str | None]) -> list[Clock]:
     """A clock a rank, from the rounds of all groups; those of kinds that do not end together only where the others are few
     or link only some of the ranks."""
-    starts, ends, kinds = [], [], []
-    for group in groups:
-        starts.append(gather(group, [r.start_ns for r in ranks]))
-        ends.append(gather(group, [r.end_ns for r in ranks]))
-        kinds.append(common(gather(group, [r.columns["kind"].astype(np.float64) for r in ranks])))
     if not groups:
         return fit_clocks(np.empty((len(ranks), 0)), np.empty((len(ranks), 0)), hosts)
-    start, end, kind = np.hstack(starts), np.hstack(ends), np.concatenate(kinds)
-    if len(kind) > MOST_FITTED:
-        some = np.linspace(0, len(kind) - 1, MOST_FITTED).astype(np.int64)
-        start, end, kind = start[:, some], end[:, some], kind[some]
+    rounds = sum(group.place.shape[1] for group in groups)
+    fitted = [group.some(slice(None, None, max(1, -(-rounds // MOST_FITTED)))) for group in groups]
+    start, end = (
+        np.hstack([gather(group, [getattr(r, name) for r in ranks]) for group in fitted])
+        for name in ("start_ns", "end_ns")
+    )
+    kind = np.concatenate(
+        [common(gather(group, [r.columns["kind"].astype(np.float64) for r in ranks])) for group in fitted]
+    )
     together = np.isin(kind, [KINDS.index(k) for k in CLOCKS])
     if np.sum(together) < FEW_ROUNDS or not connected(end[:, together]):
         return fit_clocks(start, end, hosts, together=bool(together.all()))
