@@ -12,7 +12,7 @@ lengths AS (
 ),
 rounds AS (FROM rank_rounds WHERE complete AND at_step IS NOT NULL),
 clocks AS (
-    SELECT "window", bool_and(basis <> 'one host') AS by_ends, bool_or(basis = 'ends of exchanges') AS exchanges_only
+    SELECT "window", bool_and(basis <> 'one host') AS by_ends, bool_or(NOT together) AS exchanges_only
     FROM rank_clocks GROUP BY "window"
 ),
 -- Where a kind of collective sets the clocks, a rank that always leaves late has a clock that is ahead.

@@ -32,9 +32,9 @@ decided_steps AS (
 ),
 -- The replay takes away the lateness of the ranks that have most; of others what they cost is what they caused by their own work.
 by_step AS (
-    SELECT d.* EXCLUDE (direct_ns), CASE WHEN r.rank IS NULL THEN d.direct_ns ELSE least(coalesce(c.saved_ns, 0), d.caused_ns) END AS own_ns
+    SELECT d.* EXCLUDE (direct_ns), least(coalesce(c.saved_ns, d.direct_ns), d.caused_ns, p.replayed_ns - p.no_skew_ns) AS own_ns
     FROM decided_steps d
-    LEFT JOIN (SELECT DISTINCT "window", rank FROM rank_costs) r ON r."window" = d."window" AND r.rank = d.rank
+    JOIN step_replays p ON p."window" = d."window" AND p.at_step = d.at_step
     LEFT JOIN rank_costs c ON c."window" = d."window" AND c.at_step = d.at_step AND c.rank = d.rank
 ),
 own AS (SELECT "window", rank, sum(own_ns) AS own_ns FROM by_step GROUP BY "window", rank),
@@ -109,16 +109,18 @@ waits AS (
     ) GROUP BY "window", late
 ),
 -- Tokens a rank's experts got, and how many the others got where it was late in expert compute.
-loads AS (SELECT "window", at_step, layer, rank, sum(tokens) AS tokens FROM rounds WHERE phase = 'dispatch' AND tokens IS NOT NULL
-          GROUP BY "window", at_step, layer, rank),
+loads AS (
+    SELECT "window", at_step, layer, rank, sum(tokens) AS tokens,
+           (sum(sum(tokens)) OVER together - sum(tokens)) / nullif(count(*) OVER together - 1, 0) AS others_tokens
+    FROM rounds WHERE phase = 'dispatch' AND tokens IS NOT NULL
+    GROUP BY "window", at_step, layer, rank
+    WINDOW together AS (PARTITION BY "window", at_step, layer)
+),
 late_loads AS (
-    SELECT d."window", d.rank, sum(own.tokens) AS tokens, sum(others.tokens) AS others_tokens
+    SELECT d."window", d.rank, sum(l.tokens) AS tokens, sum(l.others_tokens) AS others_tokens
     FROM (SELECT DISTINCT "window", at_step, layer, rank FROM rounds WHERE decided AND own_ns > 0 AND late_phase = 'expert') d
-    JOIN loads own ON own."window" = d."window" AND own.at_step = d.at_step AND own.rank = d.rank AND own.layer IS NOT DISTINCT FROM d.layer
-    JOIN (SELECT a."window", a.at_step, a.layer, a.rank, avg(b.tokens) AS tokens
-          FROM loads a JOIN loads b ON b."window" = a."window" AND b.at_step = a.at_step AND b.layer IS NOT DISTINCT FROM a.layer AND b.rank <> a.rank
-          GROUP BY a."window", a.at_step, a.layer, a.rank) others
-      ON others."window" = d."window" AND others.at_step = d.at_step AND others.rank = d.rank AND others.layer IS NOT DISTINCT FROM d.layer
+    JOIN loads l ON l."window" = d."window" AND l.at_step = d.at_step AND l.rank = d.rank AND l.layer IS NOT DISTINCT FROM d.layer
+    WHERE l.others_tokens IS NOT NULL
     GROUP BY d."window", d.rank
 ),
 -- Tokens of a rank's own batches, and of the others', in the steps in which it led.
@@ -132,13 +134,13 @@ batches AS (
     GROUP BY r."window", r.at_step, r.rank
 ),
 late_batches AS (
-    SELECT b."window", b.rank, sum(m.tokens) AS batch_tokens, sum(o.tokens) AS others_batch_tokens
+    SELECT b."window", b.rank, sum(m.tokens) AS batch_tokens, sum(m.others_tokens) AS others_batch_tokens
     FROM by_step b JOIN worst USING ("window", rank)
-    JOIN batches m ON m."window" = b."window" AND m.at_step = b.at_step AND m.rank = b.rank
-    JOIN (SELECT a."window", a.at_step, w.rank, avg(a.tokens) AS tokens
-          FROM batches a JOIN worst w ON w."window" = a."window" AND w.rank <> a.rank GROUP BY a."window", a.at_step, w.rank) o
-      ON o."window" = b."window" AND o.at_step = b.at_step AND o.rank = b.rank
-    WHERE b.own_ns > 0 GROUP BY b."window", b.rank
+    JOIN (
+        SELECT *, (sum(tokens) OVER together - tokens) / nullif(count(*) OVER together - 1, 0) AS others_tokens
+        FROM batches WINDOW together AS (PARTITION BY "window", at_step)
+    ) m ON m."window" = b."window" AND m.at_step = b.at_step AND m.rank = b.rank
+    WHERE b.own_ns > 0 AND m.others_tokens IS NOT NULL GROUP BY b."window", b.rank
 ),
 -- Token gaps in the profiled steps, and what they would be without the rank's lateness.
 gaps_without AS (

@@ -16,7 +16,7 @@ from tailscope.align import Scope
 from tailscope.config import Config
 from tailscope.engine import diagnose
 from tailscope.ranks.clocks import median_of, median_of_others
-from tailscope.ranks.steps import OF_ANOTHER, label
+from tailscope.ranks.steps import label
 from tailscope.store import Trace
 
 #: Nothing but work and transfers, so that sums are exact.
@@ -147,9 +147,16 @@ def test_steps_are_labelled_by_the_lowest_rank_and_further_ranks_groups_with_the
     unknown = -1
     world = np.array([[0, 0, 1, 1, unknown], [0, 0, 1, 1, unknown], [4, 4, 5, 5, 6], [4, 4, 5, 5, 6]])
     tp = np.array([[unknown] * 3, [unknown] * 3, [4, 5, 6], [4, 5, 6]])
-    labels = label([world, tp], [np.arange(5.0), np.arange(3.0)])
-    assert labels[0].tolist() == [0, 0, 1, 1, 2 * OF_ANOTHER + 6]
-    assert labels[1].tolist() == [0, 1, 2 * OF_ANOTHER + 6]
+    labels = label([world, tp], [np.array([1.0, 2, 4, 5, 7]), np.array([0.5, 3, 6])])
+    assert labels[0].tolist() == [0, 0, 1, 1, 2]
+    assert labels[1].tolist() == [0, 1, 2]
+
+
+def test_a_step_of_another_rank_alone_is_counted_where_it_was() -> None:
+    """Engine 1 ran its step 8 while engine 0 had nothing to do, between engine 0's steps 0 and 1."""
+    unknown = -1
+    world = np.array([[0, unknown, 1], [7, 8, 9]])
+    assert label([world], [np.arange(3.0)])[0].tolist() == [0, 1, 2]
 
 
 def test_the_median_of_the_others() -> None:

@@ -63,7 +63,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "coupling": {"n": 1000, "n_eff": 500, "culprit_requests": 5},
     "steps": {"instance": "a"},
     "profiles": {"instance": "a"},
-    "rank_clocks": {"window": 0, "error_ns": 1000.0, "basis": "ends of collectives"},
+    "rank_clocks": {"window": 0, "error_ns": 1000.0, "together": True, "basis": "ends of collectives"},
     "step_replays": {"window": 0},
     "rank_windows": {
         "window": 0, "world": "w", "world_size": 2, "missing": 0, "used": True, "collectives": 32, "unmatched": 0,
@@ -109,7 +109,11 @@ def run(trace: Trace, rule: str, case: dict[str, Any]) -> Decision:
     if case.get("rank_windows"):
         case = {"profiles": [{}], **case}
     if case.get("rank_rounds"):
-        case = {"rank_costs": costs(case["rank_rounds"]), **case}
+        case = {
+            "rank_costs": costs(case["rank_rounds"]),
+            "step_replays": replays(case["rank_rounds"]),
+            **case,
+        }
     for view in VIEWS:
         trace.connection.execute(f"DELETE FROM {view}")
         rows = [{**DEFAULTS.get(view, {}), **row} for row in expanded(case.get(view, []))]
@@ -157,6 +161,18 @@ def costs(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
         {"window": 0, "at_step": step, "rank": rank, "saved_ns": ns}
         for (step, rank), ns in saved.items()
         if ns
+    ]
+
+
+def replays(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the replay says of steps of a second each: without skew they lack what ranks cost."""
+    saved: dict[int, int] = {}
+    for row in map(labelled, expanded(rounds)):
+        saved[row["at_step"]] = saved.get(row["at_step"], 0) + row.get("own_ns", 0)
+    return [
+        {"at_step": step, "replayed_ns": 10**9, "no_skew_ns": 10**9 - ns, "usual_transfers_ns": 10**9}
+        for step, ns in saved.items()
+        if step is not None
     ]
 
 

@@ -8,6 +8,15 @@ from __future__ import annotations
 
 from tailscope.store import Trace
 
+_STEPS = """
+-- A step of the engine is one of each of its ranks' profiles; of those labels the one most of its rounds have.
+CREATE OR REPLACE TEMP TABLE engine_steps AS
+SELECT r."window", r.at_step, s.instance, s.engine, s.k
+FROM (SELECT DISTINCT "window", rank, step, at_step FROM rank_rounds WHERE at_step IS NOT NULL AND step IS NOT NULL) r
+JOIN rank_steps s USING ("window", rank, step)
+GROUP BY r."window", r.at_step, s.instance, s.engine, s.k
+QUALIFY row_number() OVER (PARTITION BY s.instance, s.engine, s.k ORDER BY count(*) DESC, r.at_step) = 1
+"""
 _SAVED = """
 CREATE OR REPLACE TEMP TABLE saved_steps AS
 WITH costs AS (
@@ -15,26 +24,18 @@ WITH costs AS (
     UNION ALL SELECT "window", at_step, 'usual transfers', NULL, replayed_ns - usual_transfers_ns FROM step_replays
     UNION ALL SELECT "window", at_step, 'balanced experts', NULL, replayed_ns - balanced_ns FROM step_replays
     UNION ALL SELECT "window", at_step, 'without rank', rank, saved_ns FROM rank_costs
-),
--- A step of the engine is one of each of its ranks' profiles; of those labels the one most of its rounds have.
-engine_steps AS (
-    SELECT r."window", r.at_step, s.instance, s.engine, s.k
-    FROM (SELECT DISTINCT "window", rank, step, at_step FROM rank_rounds WHERE at_step IS NOT NULL AND step IS NOT NULL) r
-    JOIN rank_steps s USING ("window", rank, step)
-    GROUP BY r."window", r.at_step, s.instance, s.engine, s.k
-    QUALIFY row_number() OVER (PARTITION BY s.instance, s.engine, s.k ORDER BY count(*) DESC, r.at_step) = 1
 )
 SELECT e."window", c.scenario, c.rank, e.instance, e.engine, e.k, t.start_ns, t.end_ns, sum(c.saved_ns) AS saved_ns
 FROM engine_steps e JOIN costs c USING ("window", at_step) JOIN steps t ON t.k = e.k
 WHERE c.saved_ns > 0
 GROUP BY ALL
 """
-#: Of each class, window and scenario: the p99 of gaps in profiled steps, and what it would be.
+#: Of each class, window and scenario: p50 and p99 of the gaps that end in profiled steps, and what they would be.
 _GAPS = """
 CREATE OR REPLACE TEMP TABLE what_if AS
 WITH spans AS (
     SELECT s."window", s.instance, s.engine, min(t.start_ns) AS low, max(t.end_ns) AS high
-    FROM saved_steps s JOIN steps t ON t.k = s.k GROUP BY ALL
+    FROM engine_steps s JOIN steps t ON t.k = s.k GROUP BY ALL
 ),
 sums AS (
     SELECT *, sum(saved_ns) OVER (PARTITION BY "window", scenario, rank, instance, engine ORDER BY end_ns, k) AS so_far
@@ -73,6 +74,7 @@ FROM both_ends GROUP BY ALL
 def write_what_if(trace: Trace) -> None:
     """Fill `what_if`: class x scenario, seconds. Empty where no profile or no token time is known."""
     con = trace.connection
+    con.execute(_STEPS)
     con.execute(_SAVED)
     if not con.execute("SELECT 1 FROM duckdb_tables() WHERE table_name = 'gaps'").fetchall():
         con.execute(

@@ -43,9 +43,9 @@ class Clock:
     """A rank's clock less the window's: `offsets_ns` at `times_ns` (on the rank's clock), straight lines between.
 
     `drift`: ns per ns over the window, and beyond its ends. `error_ns`: bound of the offset's error, in 95 %. `residual_ns`:
-    standard deviation of the ends about it. `basis`: `ends of collectives`, `ends of exchanges` (which not all
-    ranks leave at one time), `ends of its host` (whose clock the ranks there share), `one host` (all ranks share a clock)
-    or `none`.
+    standard deviation of the ends about it. `basis`: `ends of collectives`, `ends of its host` (whose clock the
+    ranks there share), `one host` (all ranks share a clock) or `none`. `together`: whether those are of collectives that all
+    ranks leave at one time.
     """
 
     times_ns: Floats
@@ -55,6 +55,7 @@ class Clock:
     residual_ns: float
     rounds: int
     basis: str
+    together: bool = True
 
     @property
     def offset_ns(self) -> float:
@@ -89,11 +90,7 @@ def fit_clocks(
         aligned = np.array([row - clock.of(row) for row, clock in zip(end, fitted, strict=True)])
     bounds = _possible(start, end, fitted)
     fitted = [
-        replace(
-            clock,
-            error_ns=_error(clock, most, together),
-            basis=clock.basis if together else "ends of exchanges",
-        )
+        replace(clock, error_ns=_error(clock, most, together), together=together)
         for clock, most in zip(fitted, bounds, strict=True)
     ]
     if one_host and np.mean(_impossible(start, end)) < IMPOSSIBLE:
@@ -251,9 +248,12 @@ def _by_host(
         if not known or np.mean(_impossible(start[members][:, here], end[members][:, here])) >= IMPOSSIBLE:
             continue
         for d, i in zip(apart, members, strict=True):
-            own = min(fitted[i].error_ns, abs(d) + fitted[i].error_ns)
             clocks[i] = replace(
-                shared, error_ns=max(own, abs(d)), residual_ns=fitted[i].residual_ns, basis="ends of its host"
+                shared,
+                error_ns=max(fitted[i].error_ns, abs(d)),
+                residual_ns=fitted[i].residual_ns,
+                basis="ends of its host",
+                together=fitted[i].together,
             )
     return clocks
 

@@ -59,6 +59,7 @@ _CLOCKS = _schema(
         "error_ns": pa.float64(),
         "residual_ns": pa.float64(),
         "rounds": pa.int64(),
+        "together": pa.bool_(),
         "basis": pa.string(),
     }
 )
@@ -143,6 +144,7 @@ def write_ranks(trace: Trace, scope: Scope) -> None:
                 "error_ns": clock.error_ns,
                 "residual_ns": clock.residual_ns,
                 "rounds": clock.rounds,
+                "together": clock.together,
                 "basis": clock.basis,
             }
             for profile, clock in zip(window.profiles, waits.clocks, strict=True)
@@ -176,7 +178,8 @@ def _costs(window: Window, replayed: Replayed) -> dict[str, pa.Table]:
     """Rows of `step_replays`, `rank_costs` and `rank_path`."""
     duration = replayed.duration_ns
     saved = duration[:, [AS_IT_WAS]] - duration[:, SHARED:]
-    step, candidate = np.nonzero(saved >= 0.5)
+    # Also what is 0: a rank without rows was not asked about.
+    step, candidate = np.nonzero(np.ones_like(saved, bool))
     rank, phase = np.nonzero(replayed.path_ns >= 0.5)
     ranks = np.array(window.ranks)
     steps = {

@@ -77,7 +77,13 @@ def _side_by_side(one: Sequence, other: Sequence, middle: int, offset: float, wi
     if abs(float(np.median(apart[max(0, middle - BLOCK // 2) : middle + BLOCK // 2])) - offset) > width:
         return False
     around = np.repeat(usual, [len(b) for b in blocks])
-    return bool((np.abs(apart - around) <= width).all() and (np.abs(np.diff(usual)) <= width).all())
+    return bool(
+        (np.abs(apart - around) <= width).all()
+        and (np.abs(np.diff(usual)) <= width).all()
+        # Nobody leaves before the other has come.
+        and (one.start_ns <= other.end_ns - around + SLACK_NS).all()
+        and (other.start_ns - around <= one.end_ns + SLACK_NS).all()
+    )
 
 
 def _follow(

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tailscope.ranks.collectives import COMBINE, DISPATCH, EXCHANGE, KINDS, RankCollectives
 from tailscope.ranks.rounds import match
-from tailscope.ranks.sequence import UNKNOWN, Floats, Ints, Sequence
+from tailscope.ranks.sequence import UNKNOWN, Ints, Sequence
 from tailscope.ranks.windows import Window
 
 #: Ranks read and matched beside each other: NumPy and DuckDB leave Python's lock alone.
@@ -130,6 +130,6 @@ def gather(group: Group, values: list[Any], missing: float = np.nan) -> NDArray[
     return np.array(rows)
 
 
-def common(values: Floats) -> Floats:
-    """The first rank's value in each round that is known."""
-    return np.asarray(np.nanmax(values, axis=0))
+def common(values: NDArray[Any]) -> NDArray[Any]:
+    """The largest value in each round of those that ranks have: all have one, but what a profile lost."""
+    return np.asarray(np.fmax.reduce(values, axis=0))

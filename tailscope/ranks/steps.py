@@ -19,7 +19,8 @@ def label(steps: Sequence[Ints], last_ns: Sequence[Floats]) -> list[Ints]:
 
     `steps`: by group, ranks x rounds, each rank's own count, UNKNOWN where it has none. `last_ns`: by group, when the last
     rank came. A round is of the step that its lowest rank says. Rounds without the window's first rank are of the step
-    that it was in when the ranks last met; where it was in none, of a step of their own.
+    that it was in when the ranks first met in theirs; where it was in none, of a step of their own. Then all are counted
+    by time.
     """
     if all((of_group < 0).all() for of_group in steps):
         return _blocks(last_ns)
@@ -36,7 +37,19 @@ def label(steps: Sequence[Ints], last_ns: Sequence[Floats]) -> list[Ints]:
             place = np.minimum(np.searchsorted(number, labels[others] % OF_ANOTHER), len(number) - 1)
             known = number[place] == labels[others] % OF_ANOTHER
             labels[others[known]] = meant[place[known]]
-    return told
+    return _by_time(told, last_ns) if any((labels >= OF_ANOTHER).any() for labels in told) else told
+
+
+def _by_time(told: Sequence[Ints], last_ns: Sequence[Floats]) -> list[Ints]:
+    """The steps counted from 0 in the order in which they began."""
+    labels = np.concatenate(told)
+    known, place = np.unique(labels, return_inverse=True)
+    begin = np.full(len(known), np.inf)
+    np.minimum.at(begin, place.reshape(-1), np.concatenate(last_ns))
+    begin[known < 0] = -np.inf
+    number = np.empty(len(known), np.int64)
+    number[np.argsort(begin, kind="stable")] = np.arange(len(known)) - int(np.sum(known < 0))
+    return np.split(number[place.reshape(-1)], np.cumsum([len(some) for some in told])[:-1])
 
 
 def _both(labels: Ints, own: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

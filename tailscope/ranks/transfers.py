@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import nnls
 
 from tailscope.ranks.clocks import MAD_TO_SIGMA
 from tailscope.ranks.sequence import UNKNOWN, Floats
@@ -18,6 +19,8 @@ SLOW_DEVIATIONS = 5.0
 ENOUGH_ROUNDS, MOST_FITTED = 32, 2_000
 #: The quantile that the line goes through, and how often it is fitted anew.
 LOWER, QUANTILE_PASSES = 0.25, 30
+#: A line that fewer rounds lie so close to tells nothing: protocols change with the size.
+LIES_WITHIN, MOST_LIE = 0.3, 0.6
 #: A usual transfer so many times what other sizes foretell is that of a slow time. Their line leaves so much of a size open.
 FAR_ABOVE, SIZES_SPREAD = 1.6, 0.1
 #: Of all ranks' time in a collective the share that is waiting, from which skew dominates, and up to which the transfer does.
@@ -71,13 +74,14 @@ def _foretold(size: Floats, transfer: Floats) -> Callable[[float], float]:
         return lambda _: np.nan
     features = np.stack([np.ones(len(known)), bytes_in / bytes_in.max()], axis=1)
     values, weights = transfer[known], np.ones(len(known))
+    least = 1e-3 * float(np.median(values)) + 1.0
     for _ in range(QUANTILE_PASSES):
-        scaled = features * weights[:, None]
-        line = np.maximum(np.linalg.lstsq(scaled.T @ features, scaled.T @ values, rcond=None)[0], 0.0)
+        root = np.sqrt(weights)
+        line, _ = nnls(features * root[:, None], values * root)
         apart = values - features @ line
-        weights = np.where(apart > 0, LOWER, 1 - LOWER) / np.maximum(
-            np.abs(apart), 1e-3 * np.median(values) + 1.0
-        )
+        weights = np.where(apart > 0, LOWER, 1 - LOWER) / np.maximum(np.abs(apart), least)
+    if np.mean(np.abs(apart) <= LIES_WITHIN * (features @ line)) < MOST_LIE:
+        return lambda _: np.nan
     return lambda of: float(line @ [1.0, 2.0 ** (of / 8) / bytes_in.max()]) if of >= 0 else np.nan
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from tailscope.ranks.clocks import FEW_ROUNDS, Clock, connected, fit_clocks, median_of
 from tailscope.ranks.collectives import EXCHANGE, KINDS, OTHER, WORK, RankCollectives, load_rank
@@ -27,8 +28,8 @@ from tailscope.ranks.windows import Window
 from tailscope.schema import PHASES
 from tailscope.store import Trace
 
-#: Of those the ones that end at one time: an exchange of unequal parts ends when each has its own.
-CLOCKS = frozenset(KINDS) - {"all_to_all"}
+#: Kinds of collectives that all ranks leave at one time: an exchange of unequal parts ends when each has its own.
+SYNCHRONISING = [kind for kind in range(len(KINDS)) if kind != EXCHANGE]
 #: Rounds the clocks are fitted to, evenly taken; more make them no better known.
 MOST_FITTED = 20_000
 #: Rows made at a time, by a thread of their own: memory does not grow with the window.
@@ -72,19 +73,32 @@ def _clocks(groups: list[Group], ranks: list[RankCollectives], hosts: Sequence[s
     or link only some of the ranks."""
     if not groups:
         return fit_clocks(np.empty((len(ranks), 0)), np.empty((len(ranks), 0)), hosts)
-    rounds = sum(group.place.shape[1] for group in groups)
-    fitted = [group.some(slice(None, None, max(1, -(-rounds // MOST_FITTED)))) for group in groups]
+    together = [
+        np.isin(common(gather(group, [r.columns["kind"] for r in ranks], missing=UNKNOWN)), SYNCHRONISING)
+        for group in groups
+    ]
+    start, end = _fitted(groups, ranks, together)
+    if start.shape[1] >= FEW_ROUNDS and connected(end):
+        return fit_clocks(start, end, hosts)
+    every = [np.ones_like(some) for some in together]
+    start, end = _fitted(groups, ranks, every)
+    return fit_clocks(start, end, hosts, together=all(some.all() for some in together))
+
+
+def _fitted(
+    groups: list[Group], ranks: list[RankCollectives], which: list[NDArray[np.bool_]]
+) -> tuple[Floats, Floats]:
+    """Starts and ends, ranks x rounds, of the chosen rounds of each group, evenly thinned where they are many."""
+    apart = max(1, -(-sum(int(np.sum(some)) for some in which) // MOST_FITTED))
+    chosen = [
+        Group(g.name, g.complete, g.place[:, np.flatnonzero(some)[::apart]])
+        for g, some in zip(groups, which, strict=True)
+    ]
     start, end = (
-        np.hstack([gather(group, [getattr(r, name) for r in ranks]) for group in fitted])
+        np.hstack([gather(group, [getattr(r, name) for r in ranks]) for group in chosen])
         for name in ("start_ns", "end_ns")
     )
-    kind = np.concatenate(
-        [common(gather(group, [r.columns["kind"].astype(np.float64) for r in ranks])) for group in fitted]
-    )
-    together = np.isin(kind, [KINDS.index(k) for k in CLOCKS])
-    if np.sum(together) < FEW_ROUNDS or not connected(end[:, together]):
-        return fit_clocks(start, end, hosts, together=bool(together.all()))
-    return fit_clocks(start[:, together], end[:, together], hosts)
+    return start, end
 
 
 def _aligned(rank: RankCollectives, clock: Clock) -> RankCollectives:
