@@ -21,7 +21,6 @@ from tailscope.model import (
 )
 
 Row = Mapping[str, Any]
-MANY_RANKS = 3
 
 
 def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
@@ -49,14 +48,16 @@ def window_decision(rows: Sequence[Row], limits: Mapping[str, float]) -> Decisio
         return Decision("no-data", RULE.missing)
     if window["steps"] < limits["steps"]:
         return Decision("inconclusive", f"{window['steps']} steps are too few to know a usual transfer")
+    if window["unmatched"] > (1 - limits["matched"]) * window["collectives"]:
+        return Decision(
+            "inconclusive",
+            f"{window['unmatched']} of {window['collectives']} collectives have no counterpart on another rank: "
+            "the profiles do not fit each other",
+        )
     by_rank = [r for r in rows if r["rank"] is not None]
-    groups = [r for r in rows if r["rank"] is None and r["rounds"]]
-    links = [
-        found
-        for kind in sorted({r["rank_kind"] for r in by_rank})
-        if (found := of_ranks([r for r in by_rank if r["rank_kind"] == kind], limits))
-    ]
-    slow = [found for row in groups if (found := of_group(row, limits))]
+    of_kind = [list(some) for _, some in groupby(by_rank, key=lambda r: (r["rank_group"], r["rank_kind"]))]
+    links = [found for some in of_kind if (found := of_ranks(some, limits))]
+    slow = [found for r in rows if r["rank"] is None and r["rounds"] and (found := of_group(r, limits))]
     # A group whose transfers are slow because one of its links is is that link's.
     findings = links or slow
     if findings:
@@ -65,6 +66,12 @@ def window_decision(rows: Sequence[Row], limits: Mapping[str, float]) -> Decisio
         return Decision(
             "inconclusive",
             f"profiles of {window['present']} of {window['world_size']} ranks: what looks like a transfer may be a wait for another",
+        )
+    if window["unmatched"] > (1 - limits["healthy"]) * window["collectives"]:
+        return Decision(
+            "inconclusive",
+            f"{window['unmatched']} of {window['collectives']} collectives have no counterpart on another rank: too many to "
+            "call all links alike",
         )
     if not by_rank and window["by_ends"]:
         return Decision(
@@ -75,14 +82,14 @@ def window_decision(rows: Sequence[Row], limits: Mapping[str, float]) -> Decisio
 
 
 def of_ranks(rows: Sequence[Row], limits: Mapping[str, float]) -> Finding | None:
-    """One rank that leaves the exchanges of a kind at another time than the others, step after step."""
-    odd = max(rows, key=lambda r: abs(r["exit_ns"]))
-    late = odd["exit_ns"] > 0 or len(rows) < MANY_RANKS
-    if len(rows) < MANY_RANKS:
-        odd = max(rows, key=lambda r: r["exit_ns"])
+    """One rank of a group that leaves its exchanges of a kind at another time than the others, step after step."""
+    # Of two, one is as late as the other is early.
+    pair = len(rows) == 2
+    odd = max(rows, key=lambda r: r["exit_ns"] if pair else abs(r["exit_ns"]))
+    late = odd["exit_ns"] > 0
     same_way = odd["steps_late"] if late else odd["steps_told"] - odd["steps_late"]
-    # It is the oddest of so many.
-    chance = min(1.0, len(rows) * float(stats.binom.sf(same_way - 1, odd["steps_told"], 0.5)))
+    # It is the oddest of so many, one way or the other.
+    chance = min(1.0, 2 * len(rows) * float(stats.binom.sf(same_way - 1, odd["steps_told"], 0.5)))
     cost = (odd["left_late_ns"] or 0) if late else odd["others_late_ns"]
     share = cost / odd["replayed_ns"] if odd["replayed_ns"] else 0.0
     if (
@@ -93,7 +100,7 @@ def of_ranks(rows: Sequence[Row], limits: Mapping[str, float]) -> Finding | None
     ):
         return None
     rank, others = odd["rank"], [r["rank"] for r in rows if r["rank"] != odd["rank"]]
-    if len(rows) < MANY_RANKS:
+    if pair:
         link, what = f"{others[0]}→{rank}", f"what rank {others[0]} sends to rank {rank}"
     elif late:
         link, what = f"→{rank}", f"what rank {rank} receives"
@@ -112,7 +119,7 @@ def of_ranks(rows: Sequence[Row], limits: Mapping[str, float]) -> Finding | None
         ),
     ]
     counter = []
-    if late and len(rows) >= MANY_RANKS:
+    if late and not pair:
         counter.append(
             Evidence(
                 "ends do not tell a slow receiver from one slow pair: which sender it waits for is not in the profile"
@@ -171,12 +178,14 @@ def finding(
     evidence: list[Evidence],
     counter: list[Evidence],
 ) -> Finding:
-    tail = min(1.0, row["slow_s"] / row["excess_s"]) if row["excess_s"] and row["slow_s"] else None
+    # Only what a transfer took beyond the usual is in a bill as that; who waits for a link waits for a rank, to the ledger.
+    part = (row["slow_ns"] or 0) / row["all_slow_ns"] if row["rank"] is None and row["all_slow_ns"] else 0.0
+    tail = min(1.0, part * row["slow_s"] / row["excess_s"]) if row["excess_s"] and row["slow_s"] else None
     victims = [Party("rank", str(rank)) for rank in waiting[:8]]
     if tail:
         victims.append(Party("class", row["tail_class"], {"metric": row["tail_metric"]}))
-        text = f"{row['tail_class']} {row['tail_metric']}: {row['slow_s']:.3g} s of {row['excess_s']:.3g} s excess ({row['tail_rule']}) is slow transfer"
-        evidence.append(Evidence(text, {"slow_s": row["slow_s"], "excess_s": row["excess_s"]}))
+        text = f"{row['tail_class']} {row['tail_metric']}: {tail * row['excess_s']:.3g} s of {row['excess_s']:.3g} s excess ({row['tail_rule']}) is slow transfer"
+        evidence.append(Evidence(text, {"slow_s": tail * row["excess_s"], "excess_s": row["excess_s"]}))
     if row["missing"]:
         counter.append(
             Evidence(f"{row['missing']} of {row['world_size']} ranks have no profile in this window")
@@ -209,6 +218,18 @@ RULE = Rule(
     needs=("profiles",),
     missing="needs torch profiler traces of at least two ranks of one world at one time",
     thresholds=(
+        Threshold(
+            "matched",
+            0.5,
+            "0-1",
+            "Where half of the collectives stay alone the others may be paired wrongly.",
+        ),
+        Threshold(
+            "healthy",
+            0.9,
+            "0-1",
+            "To say that no link is slow nearly all collectives must have been compared.",
+        ),
         Threshold(
             "errors", 3, "x", "Below three times the clocks' error nothing is known of who left first."
         ),

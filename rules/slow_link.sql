@@ -3,12 +3,12 @@
 -- all but itself wait for what it sends.
 WITH windows AS (
     SELECT "window", any_value(world) AS world, any_value(world_size) AS world_size, any_value(missing) AS missing,
-           count(DISTINCT rank) FILTER (WHERE used) AS present, min(first_ns) AS first_ns, max(last_ns) AS last_ns
+           count(DISTINCT rank) FILTER (WHERE used) AS present, any_value(collectives) AS collectives, any_value(unmatched) AS unmatched,
+           min(first_ns) AS first_ns, max(last_ns) AS last_ns
     FROM rank_windows GROUP BY "window"
 ),
 lengths AS (
-    SELECT "window", count(*) AS steps, sum(replayed_ns) AS replayed_ns, sum(replayed_ns - usual_transfers_ns) AS beyond_usual_ns
-    FROM step_replays GROUP BY "window"
+    SELECT "window", count(*) AS steps, sum(replayed_ns) AS replayed_ns FROM step_replays GROUP BY "window"
 ),
 rounds AS (FROM rank_rounds WHERE complete AND at_step IS NOT NULL),
 clocks AS (
@@ -22,21 +22,19 @@ telling AS (
     HAVING NOT any_value(exchanges_only) AND (NOT any_value(by_ends) OR r.kind = 'all_to_all')
 ),
 exits AS (
-    SELECT r."window", r.rank, r.at_step, r.kind, sum(r.exit_ns) AS exit_ns, count(*) AS rounds, max(r.error_ns) AS error_ns
+    SELECT r."window", r."group", r.rank, r.at_step, r.kind, sum(r.exit_ns) AS exit_ns, count(*) AS rounds, max(r.error_ns) AS error_ns
     FROM rounds r SEMI JOIN telling t ON t."window" = r."window" AND t.kind = r.kind
-    GROUP BY r."window", r.rank, r.at_step, r.kind
+    GROUP BY r."window", r."group", r.rank, r.at_step, r.kind
 ),
 by_rank AS (
-    SELECT "window", rank, kind, count(*) AS steps_told, count(*) FILTER (WHERE exit_ns > 0) AS steps_late,
-           sum(exit_ns) / sum(rounds) AS mean_exit_ns, median(exit_ns / rounds) AS exit_ns, max(error_ns) AS error_ns,
-           sum(greatest(-exit_ns, 0)) AS others_late_ns
-    FROM exits GROUP BY "window", rank, kind
+    SELECT "window", "group", rank, kind, count(*) AS steps_told, count(*) FILTER (WHERE exit_ns > 0) AS steps_late,
+           median(exit_ns / rounds) AS exit_ns, max(error_ns) AS error_ns, sum(greatest(-exit_ns, 0)) AS others_late_ns
+    FROM exits GROUP BY "window", "group", rank, kind
 ),
 -- Late to a collective because it left the one before late, though its work was not longer.
 kept AS (SELECT "window", rank, sum(left_late_ns) AS left_late_ns FROM rounds WHERE is_last GROUP BY "window", rank),
 ranks AS (
-    SELECT b.*, k.left_late_ns, count(*) OVER (PARTITION BY b."window", b.kind) AS ranks
-    FROM by_rank b LEFT JOIN kept k ON k."window" = b."window" AND k.rank = b.rank
+    SELECT b.*, k.left_late_ns FROM by_rank b LEFT JOIN kept k ON k."window" = b."window" AND k.rank = b.rank
 ),
 transfers AS (
     SELECT "window", "group", kind, size, count(*) AS rounds, median(transfer_ns) AS transfer_ns
@@ -71,23 +69,22 @@ groups AS (
     JOIN at_times a ON a."window" = m."window" AND a."group" = m."group"
     LEFT JOIN beside b ON b."window" = m."window" AND b."group" = m."group"
 ),
+-- What all slow transfers of the trace took beyond the usual: a finding's part of a class's tail is its part of that.
+beyond AS (SELECT sum(slow_ns) AS all_slow_ns FROM rounds WHERE is_last),
 tail AS (
     SELECT e.klass, e.metric, sum(e.excess_s) AS slow_s, any_value(k.excess_s) AS excess_s, any_value(k.slo_broken) AS slo_broken,
            any_value(k.tail_rule) AS tail_rule
     FROM excess e JOIN class_rows k ON k.klass = e.klass AND k.metric = e.metric
     WHERE e.component = 'slow_transfer' AND k.excess_s > 0 GROUP BY e.klass, e.metric HAVING slow_s > 0
     ORDER BY slow_s / any_value(k.excess_s) DESC, e.klass LIMIT 1
+),
+about AS (
+    SELECT w.*, n.steps, n.replayed_ns, c.by_ends, f.klass AS tail_class, f.metric AS tail_metric, f.slow_s, f.excess_s, f.slo_broken,
+           f.tail_rule, d.all_slow_ns
+    FROM windows w LEFT JOIN lengths n USING ("window") LEFT JOIN clocks c USING ("window") LEFT JOIN tail f ON true CROSS JOIN beyond d
 )
-SELECT w.*, n.steps, n.replayed_ns, n.beyond_usual_ns, c.by_ends, f.klass AS tail_class, f.metric AS tail_metric, f.slow_s, f.excess_s,
-       f.slo_broken, f.tail_rule, r.rank, r.kind AS rank_kind, r.ranks, r.steps_told, r.steps_late, r.exit_ns, r.error_ns,
-       r.others_late_ns, r.left_late_ns, NULL AS "group", NULL AS members, NULL AS rounds, NULL AS slow_rounds, NULL AS slow_steps,
-       NULL AS slow_ns, NULL AS kind, NULL AS usual_ns, NULL AS slow_transfer_ns, NULL AS over_siblings_ns, NULL AS own_ns, NULL AS sibling_ns,
-       NULL AS siblings
-FROM windows w LEFT JOIN lengths n USING ("window") LEFT JOIN clocks c USING ("window") LEFT JOIN tail f ON true
-LEFT JOIN ranks r ON r."window" = w."window"
-UNION ALL
-SELECT w.*, n.steps, n.replayed_ns, n.beyond_usual_ns, c.by_ends, f.klass, f.metric, f.slow_s, f.excess_s, f.slo_broken, f.tail_rule,
-       NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, g."group", g.members, g.rounds, g.slow_rounds, g.slow_steps, g.slow_ns, g.kind,
-       g.usual_ns, g.slow_transfer_ns, g.over_siblings_ns, g.own_ns, g.sibling_ns, g.siblings
-FROM windows w JOIN groups g USING ("window") LEFT JOIN lengths n USING ("window") LEFT JOIN clocks c USING ("window") LEFT JOIN tail f ON true
-ORDER BY "window", "group" NULLS FIRST, rank
+SELECT a.*, r."group" AS rank_group, r.kind AS rank_kind, r.* EXCLUDE ("window", "group", kind)
+FROM about a LEFT JOIN ranks r ON r."window" = a."window"
+UNION ALL BY NAME
+SELECT a.*, g.* EXCLUDE ("window") FROM about a JOIN groups g ON g."window" = a."window"
+ORDER BY "window", "group" NULLS FIRST, rank_group, rank_kind, rank

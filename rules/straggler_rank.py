@@ -124,15 +124,10 @@ def window_decision(rows: Sequence[Row], all_ns: int, limits: Mapping[str, float
             "call the ranks alike",
         )
     round_about = 1 - window["no_skew_ns"] / window["replayed_ns"] if window["replayed_ns"] else 0.0
-    if (
-        round_about >= limits["rotating"]
-        and window["steps"] >= limits["steps"]
-        and share < limits["share"] * len(rows)
-    ):
-        found = rotating(rows, round_about, chance)
-        return Decision(
-            "found", f"lateness goes round the ranks: {round_about:.0%} of the steps' time", (found,)
-        )
+    even = share < limits["share"] * len(rows)
+    if round_about >= limits["rotating"] and even and window["steps"] >= limits["steps"]:
+        found = not_one(rows, round_about, chance, limits)
+        return Decision("found", f"no one rank is to blame: {found.title}", (found,))
     if share < limits["share"]:
         return Decision("clear", f"no rank's lateness costs {limits['share']:.0%} of the steps' time")
     return Decision(
@@ -333,33 +328,54 @@ def over_time(late: Row) -> list[Evidence]:
     return found
 
 
-def rotating(rows: Sequence[Row], share: float, chance: float) -> Finding:
-    """Every step waits for another rank: no rank is to blame, but the steps are as slow as their slowest part."""
+def not_one(rows: Sequence[Row], share: float, chance: float, limits: Mapping[str, float]) -> Finding:
+    """Steps are as slow as their slowest part, but without any one rank's lateness they would take about as long: another is
+    as late. Either some ranks are late together, which a host or a switch may have in common, or it is each one's turn."""
     window = rows[0]
+    work = {r["rank"]: r["work_ns"] for r in rows if r["work_ns"]}
+    # The faster half says what is usual: if two of four are slow, the median of all is half-way.
+    faster = sorted(work.values())[: (len(work) + 1) // 2] or [1]
+    usual = median(faster)
+    slower = sorted(rank for rank, ns in work.items() if ns >= ordinary(faster, limits) * usual)
+    together = 1 < len(slower) <= len(rows) / 2
     leads = ", ".join(
         f"rank {r['rank']} in {r['lead_steps']}" for r in sorted(rows, key=lambda r: -r["lead_steps"])[:8]
     )
+    evidence = [
+        Evidence(
+            f"if all ranks took in each place what the others take, {window['steps']} {window['unit']} would take "
+            f"{window['no_skew_ns'] / 1e6:.4g} ms instead of {window['replayed_ns'] / 1e6:.4g} ms",
+            {"no_skew_ns": window["no_skew_ns"], "replayed_ns": window["replayed_ns"]},
+        ),
+        Evidence(
+            f"the latest of {window['steps']} {window['unit']}: {leads}; that could be chance (p = {chance:.2g})",
+            {"p": chance},
+        ),
+    ]
+    if together:
+        who, pattern = ", ".join(map(str, slower)), "together"
+        title = f"Ranks {who} come late together: without that {window['unit']} would take {share:.0%} less"
+        ratio = min(work[rank] for rank in slower) / usual
+        text = f"their own work takes {ratio:.2f} x the usual rank's and more; without one of them the others are as late"
+        evidence.append(Evidence(text, {"slowdown": ratio}))
+    elif max(r["lead_steps"] for r in rows) * len(rows) > 2 * sum(r["lead_steps"] for r in rows):
+        # One leads more often than in turn, yet without it another is as late.
+        who, pattern = "any", "together"
+        title = f"Several ranks are late at once: without that {window['unit']} would take {share:.0%} less"
+    else:
+        who, pattern = "any", "rotating"
+        title = f"Each step waits for another rank: without that {window['unit']} would take {share:.0%} less (rotating)"
     return Finding(
         rule=RULE.name,
         status="found",
         severity="low",
         basis="measured",
-        title=f"Each step waits for another rank: without that {window['unit']} would take {share:.0%} less (rotating)",
-        culprit=Party("rank", "any", {"world": window["world"], "pattern": "rotating"}),
+        title=title,
+        culprit=Party("rank", who, {"world": window["world"], "pattern": pattern}),
         victims=(),
         share_of_tail=None,
         window_ns=(window["first_ns"], window["last_ns"]),
-        evidence=(
-            Evidence(
-                f"if all ranks took in each place what the others take, {window['steps']} {window['unit']} would take "
-                f"{window['no_skew_ns'] / 1e6:.4g} ms instead of {window['replayed_ns'] / 1e6:.4g} ms",
-                {"no_skew_ns": window["no_skew_ns"], "replayed_ns": window["replayed_ns"]},
-            ),
-            Evidence(
-                f"the latest of {window['steps']} {window['unit']}: {leads}; that could be chance (p = {chance:.2g})",
-                {"p": chance},
-            ),
-        ),
+        evidence=tuple(evidence),
         remedies=RULE.remedies[:2],
         confirm_by=RULE.confirm_by,
     )

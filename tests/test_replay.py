@@ -170,3 +170,21 @@ def test_the_median_of_the_others() -> None:
             expected = median_of(np.delete(values, rank, axis=0)) if ranks > 1 else np.full(50, np.nan)
             known = np.isfinite(values[rank])
             np.testing.assert_allclose(got[rank, known], expected[known])
+
+
+def test_two_ranks_late_in_two_groups_are_late_together(tmp_path: Path) -> None:
+    """Without either one the other's group is as late, so that neither costs anything alone."""
+    world = World(
+        name="two",
+        tp=2,
+        ranks=8,
+        steps=20,
+        slow=(Slow(1, 1.8, None), Slow(3, 1.85, None)),
+        noise=0.01,
+        straggle_ns=0.0,
+    )
+    with Trace(rank_worlds.write(tmp_path / "t", world), threads=1) as trace:
+        diagnosis = diagnose(trace, Config(), Scope())
+    [found] = [f for f in diagnosis.findings if f.rule == "straggler-rank"]
+    assert (found.severity, found.culprit.id) == ("low", "1, 3")
+    assert "late together" in found.title

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from tailscope.ranks.clocks import MAD_TO_SIGMA
-from tailscope.ranks.sequence import UNKNOWN, Floats
+from tailscope.ranks.sequence import UNKNOWN, Floats, Ints
 
 #: Below this many transfers of a kind and size there is no usual one.
 FEW_ROUNDS = 8
@@ -23,6 +23,8 @@ LOWER, QUANTILE_PASSES = 0.25, 30
 LIES_WITHIN, MOST_LIE = 0.3, 0.6
 #: A usual transfer so many times what other sizes foretell is that of a slow time. Their line leaves so much of a size open.
 FAR_ABOVE, SIZES_SPREAD = 1.6, 0.1
+#: It is a slow time if so many of the rounds of other sizes beside are far above theirs.
+SLOW_BESIDE = 0.5
 #: Of all ranks' time in a collective the share that is waiting, from which skew dominates, and up to which the transfer does.
 SKEW_DOMINATED, TRANSFER_DOMINATED = 2 / 3, 1 / 3
 #: What a collective's time is mostly (vLLM's RFC 52777 has these four).
@@ -38,30 +40,49 @@ def against_usual(kind: Floats, size: Floats, transfer: Floats, skew: Floats) ->
     """(usual, slow) of each round's transfer, ns; all arrays are of one value a round, `size` is that of `size_class`.
 
     `usual`: the median of transfers of its kind and size, of the half of the rounds whose ranks came together most,
-    where there are enough; where that is far above what other sizes of the kind foretell, or there are too few, what
-    they foretell; NaN where nothing does. `slow`: what a transfer took beyond, where that is beyond their spread and half of it.
+    where there are enough; where that is far above what other sizes of the kind foretell, and so are rounds of those at
+    the time, or there are too few, what they foretell; NaN where nothing does. `slow`: what a transfer took beyond, where that is beyond their spread and half of it.
     """
     usual, slow = np.full(len(transfer), np.nan), np.zeros(len(transfer))
     for one in np.unique(kind):
         rounds = np.flatnonzero(kind == one)
         foretold = _foretold(size[rounds], transfer[rounds])
-        order = rounds[np.argsort(size[rounds], kind="stable")]
-        for members in np.split(order, np.flatnonzero(np.diff(size[order])) + 1):
-            values, least = transfer[members], foretold(size[members[0]])
-            if len(values) < FEW_ROUNDS and np.isnan(least):
+        sizes, of_size = np.unique(size[rounds], return_inverse=True)
+        of_size = of_size.reshape(-1)
+        least = np.array([foretold(value) for value in sizes])
+        with np.errstate(invalid="ignore"):
+            beside = _beside(of_size, transfer[rounds] > FAR_ABOVE * least[of_size])
+        order = np.argsort(of_size, kind="stable")
+        for which, places in enumerate(np.split(order, np.flatnonzero(np.diff(of_size[order])) + 1)):
+            members = rounds[places]
+            values = transfer[members]
+            few = len(values) < FEW_ROUNDS
+            if few and np.isnan(least[which]):
                 continue
             # Those that came together most; not those whose skew is less than their transfer, which long ones would be.
             base = (
-                values[skew[members] <= np.median(skew[members])] if len(values) >= 2 * FEW_ROUNDS else values
+                values if len(values) < 2 * FEW_ROUNDS else values[skew[members] <= np.median(skew[members])]
             )
             middle = float(np.median(base))
             spread = MAD_TO_SIGMA * float(np.median(np.abs(base - middle)))
-            if len(values) < FEW_ROUNDS or middle > FAR_ABOVE * least:
-                middle, spread = float(least), SIZES_SPREAD * float(least)
+            if few or (middle > FAR_ABOVE * least[which] and beside[which] >= SLOW_BESIDE):
+                middle, spread = float(least[which]), SIZES_SPREAD * float(least[which])
             usual[members] = middle
             beyond = values > middle + max(SLOW_DEVIATIONS * spread, 0.5 * middle)
             slow[members[beyond]] = values[beyond] - middle
     return usual, slow
+
+
+def _beside(of_size: Ints, far_above: NDArray[np.bool_]) -> Floats:
+    """For each size, of the rounds of other sizes right before and after its own the share that is far above the usual: what
+    is slow because of the time is so for any size then."""
+    first = np.flatnonzero(np.concatenate([[True], np.diff(of_size) != 0]))
+    before, after = first[1:] - 1, first[1:]
+    # A run of rounds of one size has a neighbour on each side.
+    runs = np.concatenate([of_size[after], of_size[before]])
+    neighbours = np.concatenate([far_above[before], far_above[after]])
+    count = np.bincount(runs, minlength=int(of_size.max()) + 1)
+    return np.asarray(np.bincount(runs, weights=neighbours, minlength=len(count)) / np.maximum(count, 1))
 
 
 def _foretold(size: Floats, transfer: Floats) -> Callable[[float], float]:
