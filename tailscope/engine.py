@@ -23,6 +23,7 @@ from tailscope.ledger.what_if import write_what_if
 from tailscope.model import Check, ClassRow, Decision, Diagnosis, Finding, Rule, Verdict, VerdictStatus
 from tailscope.ranks.compared import write_ranks
 from tailscope.ranks.experts import write_expert_loads
+from tailscope.ranks.transfers import VERDICTS
 from tailscope.schema import TABLES
 from tailscope.store import Trace
 
@@ -293,14 +294,38 @@ def _about(trace: Trace) -> dict[str, Any]:
             "OR l.component = 'queue_kv' OR l.component = 'queue_slots' OR l.component = 'preempted' "
             "GROUP BY ALL ORDER BY victim, request_seconds DESC"
         ),
-        "rank_windows": trace.rows(
-            'SELECT "window", any_value(world) AS world, list(DISTINCT rank ORDER BY rank) AS ranks, '
-            "any_value(missing) AS missing, min(first_ns) AS first_ns, max(last_ns) AS last_ns, "
-            "max(error_ns) FILTER (WHERE isfinite(error_ns)) AS clock_error_ns "
-            'FROM rank_windows LEFT JOIN rank_clocks USING ("window", rank) WHERE used GROUP BY "window" ORDER BY "window"'
-        ),
+        "rank_windows": _rank_windows(trace),
         "warnings": trace.warnings,
     }
+
+
+def _rank_windows(trace: Trace) -> list[dict[str, Any]]:
+    """Of each window of profiles: whose they are, the ranks' clocks, and what its collectives were mostly."""
+    windows = trace.rows(
+        'SELECT "window", any_value(world) AS world, list(DISTINCT rank ORDER BY rank) AS ranks, '
+        "any_value(missing) AS missing, min(first_ns) AS first_ns, max(last_ns) AS last_ns, "
+        "max(error_ns) FILTER (WHERE isfinite(error_ns)) AS clock_error_ns "
+        'FROM rank_windows LEFT JOIN rank_clocks USING ("window", rank) WHERE used GROUP BY "window" ORDER BY "window"'
+    )
+    clocks = trace.rows(
+        'SELECT "window", rank, offset_ns, drift_ppm, knots, CASE WHEN isfinite(error_ns) THEN error_ns END AS error_ns, residual_ns, '
+        'rounds, basis FROM rank_clocks ORDER BY "window", rank'
+    )
+    collectives = trace.rows(
+        'SELECT "window", kind, phase, count(*) FILTER (WHERE is_last) AS rounds, '
+        + ", ".join(f"count(*) FILTER (WHERE is_last AND verdict = '{v}') AS {v}" for v in VERDICTS)
+        + ", median(transfer_ns) AS transfer_ns, median(transfer_low_ns) AS transfer_low_ns, median(transfer_high_ns) AS transfer_high_ns, "
+        'median(usual_transfer_ns) AS usual_transfer_ns, median(wait_ns) AS wait_ns FROM rank_rounds GROUP BY "window", kind, phase '
+        'ORDER BY "window", rounds DESC, kind, phase'
+    )
+    for window in windows:
+        for name, rows in (("clocks", clocks), ("collectives", collectives)):
+            window[name] = [
+                {key: value for key, value in row.items() if key != "window"}
+                for row in rows
+                if row["window"] == window["window"]
+            ]
+    return windows
 
 
 def _missing(trace: Trace) -> list[str]:

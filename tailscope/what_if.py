@@ -45,6 +45,16 @@ class OnPath:
 
 
 @dataclass(frozen=True)
+class InPhase:
+    """Time of a phase in a step of one rank, mean of ranks and steps, seconds: what the step waited for, and what hid behind
+    other work."""
+
+    phase: str
+    exposed_s: float
+    hidden_s: float
+
+
+@dataclass(frozen=True)
 class WindowWhatIf:
     window: int
     world: str
@@ -56,6 +66,7 @@ class WindowWhatIf:
     step_s: float
     otherwise: tuple[Otherwise, ...]
     path: tuple[OnPath, ...]
+    phases: tuple[InPhase, ...]
 
 
 def what_if(trace: Trace, config: Config, scope: Scope) -> list[WindowWhatIf]:
@@ -95,7 +106,14 @@ def _window(trace: Trace, row: dict[str, Any]) -> WindowWhatIf:
     path = trace.rows('FROM rank_path WHERE "window" = $number ORDER BY work_ns DESC, rank, phase', number)
     on_path = [OnPath(p["rank"], p["phase"], p["work_ns"] / replayed) for p in path]
     on_path.append(OnPath(None, "transfer", row["transfer"] / replayed))
+    phases = trace.rows(
+        "SELECT phase, sum(exposed_ns) / any_value(n.steps) / 1e9 AS exposed_s, sum(hidden_ns) / any_value(n.steps) / 1e9 AS hidden_s "
+        'FROM rank_phases, (SELECT count(DISTINCT (rank, step)) AS steps FROM rank_phases WHERE "window" = $number AND step IS NOT NULL) n '
+        'WHERE "window" = $number AND step IS NOT NULL GROUP BY phase ORDER BY exposed_s DESC, phase',
+        number,
+    )
     return WindowWhatIf(
+        phases=tuple(InPhase(p["phase"], p["exposed_s"], p["hidden_s"]) for p in phases),
         window=row["window"],
         world=row["world"],
         ranks=tuple(row["ranks"]),

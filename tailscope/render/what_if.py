@@ -41,6 +41,8 @@ def as_text(windows: Sequence[WindowWhatIf], console: Console) -> None:
         console.print(Text(_title(window), "bold"))
         console.print(_table(window))
         console.print(Text(_path(window)))
+        if window.phases:
+            console.print(Text(_phases(window)))
         console.print()
     console.print(
         Text(
@@ -96,6 +98,16 @@ def _path(window: WindowWhatIf) -> str:
         if p.share >= 0.005
     ]
     return "On the critical path: " + ", ".join(parts) + "."
+
+
+def _phases(window: WindowWhatIf) -> str:
+    parts = [
+        f"{p.phase} {_ms(p.exposed_s)}"
+        + (f" (+ {_ms(p.hidden_s)} hidden)" if p.hidden_s >= 0.01 * p.exposed_s else "")
+        for p in window.phases
+        if p.exposed_s + p.hidden_s > 0
+    ]
+    return "A rank's step, by phase: " + ", ".join(parts) + "."
 
 
 def _ms(seconds: float) -> str:
