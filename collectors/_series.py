@@ -39,6 +39,18 @@ def engine_of(labels: Mapping[str, str]) -> int | None:
     return None
 
 
+def printed(text: bytes, limit: float, tally: Tally, where: str) -> float | None:
+    """A value that a line prints, from 0 to `limit`; None, and counted, where it is anything else."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if 0 <= value <= limit:
+        return value
+    tally.blank("value is negative, too large or not a number", where)
+    return None
+
+
 class Series:
     """One series and its last sample."""
 

@@ -18,7 +18,7 @@ from tailscope.errors import BadInput
 from tailscope.schema import EVENTS, METRICS, SERIES, Table
 from tailscope.source import Source
 
-from ._series import series_id
+from ._series import printed, series_id
 from ._vllm_log_lines import plain
 
 SECOND = 1_000_000_000
@@ -120,9 +120,10 @@ class _Reader:
             detail = " ".join(part.decode() for part in moved.groups() if part)
             self.events.append({**place, "time_error_ns": SECOND // 2, "kind": "eplb", "detail": detail})
         elif counted:
-            tokens = self._number(number, counted[2], 1e18)
+            where = f"line {number}"
+            tokens = printed(counted[2], 1e18, self.tally, where)
             # Without tokens a pass is called even.
-            share = self._number(number, counted[1], 1.0) if tokens else None
+            share = printed(counted[1], 1.0, self.tally, where) if tokens else None
             for name, value in ((BALANCEDNESS, share), (TOKENS, tokens)):
                 if value is not None:
                     self._gauge(place, name, value)
@@ -143,16 +144,6 @@ class _Reader:
         except (ValueError, OverflowError):
             return None
         return seconds * SECOND + SECOND // 2 if 0 < seconds < 4_000_000_000 else None
-
-    def _number(self, number: int, text: bytes, limit: float) -> float | None:
-        try:
-            value = float(text)
-        except ValueError:
-            value = -1.0
-        if 0 <= value <= limit:
-            return value
-        self.tally.blank("value is negative, too large or not a number", f"line {number}")
-        return None
 
     @staticmethod
     def _batch(table: Table, rows: Rows) -> tuple[Table, pa.Table]:

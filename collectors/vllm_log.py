@@ -20,7 +20,7 @@ from tailscope.schema import EVENTS, ITERATIONS, METRICS, SERIES, Table
 from tailscope.source import INT64_MAX, Source
 
 from ._ids import stored_request_id
-from ._series import series_id
+from ._series import printed, series_id
 from ._vllm_log_lines import (
     ABORT,
     ABORTED,
@@ -340,14 +340,7 @@ class _Reader:
         return stored_request_id(request_id, self.source.options.hash_ids)[:DETAIL]
 
     def _number(self, line: _Line, text: bytes, limit: float) -> float | None:
-        try:
-            value = float(text)
-        except ValueError:
-            value = -1.0
-        if 0 <= value <= limit:
-            return value
-        self.tally.blank("value is negative, too large or not a number", f"line {line.number}")
-        return None
+        return printed(text, limit, self.tally, f"line {line.number}")
 
 
 def _batch(table: Table, rows: Rows) -> tuple[Table, pa.Table]:

@@ -292,11 +292,11 @@ RANK_EVENTS = Table(
 
 EXPERT_LOAD = Table(
     "expert_load",
-    "rank x layer x expert x window",
+    "rank x layer x expert x step",
     (
         *_instance(),
         Column("world", TEXT, "", "Torch world."),
-        Column("step", INT, "", "Step or window."),
+        Column("step", INT, "", "Forward pass or step of one recording."),
         Column("rank", INT, "", "Rank in the world that counted the tokens; NULL where ranks are summed."),
         Column("layer", INT, "", "Model layer."),
         Column("expert", INT, "", "Logical expert, from 0."),

@@ -12,6 +12,7 @@ from tree import ROOT
 
 sys.path.insert(0, str(Path(__file__).parent / "accuracy"))
 
+import bars
 import page
 import score
 from families import FAMILIES
@@ -47,7 +48,7 @@ def test_the_page_is_made_from_what_is_stored() -> None:
 
 def test_what_is_stored_meets_the_bars_it_says() -> None:
     stored = json.loads(STORED.read_bytes())
-    assert stored["form"] == "full" and not stored["failed"] and not score.broken(stored)
+    assert stored["form"] == "full" and not stored["failed"] and not bars.broken(stored)
     assert {bar["bar"] for bar in stored["bars"] if bar.get("holds") is False} == set()
     assert {name for row in stored["confusion"].values() for name in row} <= {
         score.NOBODY,
@@ -85,9 +86,9 @@ def test_false_alarms() -> None:
 
 def test_bounds() -> None:
     # Of the rule of three: nothing in 300 bounds a share by 1 %.
-    assert score.bound(0, 300, "upper") == pytest.approx(0.01, abs=0.0005)
-    assert score.bound(300, 300, "lower") == pytest.approx(0.99, abs=0.0005)
-    assert score.bound(0, 10, "lower") == 0 and score.bound(10, 10, "upper") == 1
+    assert bars.bound(0, 300, "upper") == pytest.approx(0.01, abs=0.0005)
+    assert bars.bound(300, 300, "lower") == pytest.approx(0.99, abs=0.0005)
+    assert bars.bound(0, 10, "lower") == 0 and bars.bound(10, 10, "upper") == 1
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)

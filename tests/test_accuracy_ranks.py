@@ -13,6 +13,7 @@ from tree import ROOT
 
 sys.path.insert(0, str(Path(__file__).parent / "accuracy"))
 
+import bars
 import rank_page
 import rank_score
 from rank_families import FAMILIES, OFFSETS_MS, Labelled, count, replayed_s
@@ -94,13 +95,34 @@ def test_bars_count_what_they_say() -> None:
     top1, alarms, clocks, blind, beside = rank_score.bars(worlds)
     assert (top1["hits"], top1["n"], top1["holds"]) == (30, 40, False), "damaged profiles are not counted"
     assert (alarms["hits"], alarms["n"]) == (10, 20)
-    assert (clocks["hits"], clocks["n"]) == (50, 60), "a clock that is set has no one offset"
+    assert (clocks["hits"], clocks["n"]) == (100, 120), "a clock that is set has no one offset"
     assert blind["n"] == 0 and beside["value"] == pytest.approx(10 / 50)
-    assert rank_score.broken({"bars": [top1, alarms, clocks, blind, beside]}) == [
+    assert bars.broken({"bars": [top1, alarms, clocks, blind, beside]}) == [
         top1["bar"],
         alarms["bar"],
         clocks["bar"],
     ]
+
+
+def test_clocks_of_a_world_count_as_what_they_are_worth() -> None:
+    rng = np.random.default_rng(1)
+    sizes = rng.integers(2, 17, 400)
+    alone = rng.binomial(sizes, 0.9)
+    together = sizes * (rng.random(400) < 0.9)
+    assert bars.effective(alone.tolist(), sizes.tolist()) > 0.7 * sizes.sum()
+    assert bars.effective(together.tolist(), sizes.tolist()) < 400, "large worlds count for more"
+    assert bars.effective([3, 8], [3, 8]) == 2, "all hold: nothing tells the clocks of a world apart"
+
+
+def test_the_bound_of_a_clustered_share_holds_in_95_of_100() -> None:
+    rng = np.random.default_rng(2)
+    below = 0
+    for _ in range(400):
+        sizes = rng.integers(2, 17, 150)
+        hits = rng.binomial(sizes, rng.beta(19, 1, 150))
+        worth = bars.effective(hits.tolist(), sizes.tolist())
+        below += bars.bar("", int(hits.sum()), int(sizes.sum()), 0.9, "lower", worth)["bound"] <= 0.95
+    assert 0.93 <= below / 400 <= 0.98
 
 
 def test_the_page_is_made_from_what_is_stored() -> None:
@@ -114,7 +136,7 @@ def test_what_is_stored_is_of_all_kinds_and_offsets_and_meets_the_bars() -> None
         (family.name, offset) for family in FAMILIES for offset in (None, *OFFSETS_MS)
     }
     if stored["form"] == "full":
-        assert not rank_score.broken(stored)
+        assert not bars.broken(stored)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)

@@ -15,7 +15,8 @@ from real import ROOT
 from tailscope.errors import TailscopeError, UsageError
 from tailscope.sim import scenario as model
 from tailscope.sim.scenario import Cause, Load, Scenario, Sizes
-from tailscope.sim.scenario_file import RANGES, READ_BY, load, parse, without
+from tailscope.sim.scenario_file import load, parse, without
+from tailscope.sim.scenario_limits import RANGES, READ_BY
 
 EXAMPLES = sorted((ROOT / "examples" / "scenarios").glob("*.toml"))
 KINDS = [kind for kind in vars(model).values() if isinstance(kind, type) and is_dataclass(kind)]

@@ -11,7 +11,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from tailscope.schema import BY_NAME, PHASES, SOURCES
-from tailscope.sim.emit.kineto import BASE_NS, NONE, Profile, profiles
+from tailscope.sim.emit.kineto import BASE_NS, profiles
+from tailscope.sim.emit.kineto_profile import NONE, Profile
 from tailscope.sim.outcome import Ints, Outcome
 from tailscope.sim.tables_sources import source_row
 

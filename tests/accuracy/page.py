@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bars import bars_table, grid
 from families import FAMILIES
 
 WHY = {family.name: family.why for family in FAMILIES}
@@ -20,7 +21,7 @@ engine settings, clocks, and what telemetry there is. Thresholds were tuned on o
 
 def render(result: Mapping[str, Any]) -> str:
     parts = [HEAD, _summary(result)]
-    parts += ["## The bars\n", _bars(result), _nulls(result)]
+    parts += ["## The bars\n", bars_table(result), _nulls(result)]
     parts += ["## By kind of world\n", FAMILIES_TEXT, _families(result), _confusion(result)]
     parts += ["## Bills\n", BILLS_TEXT, _errors(result["bills"], "component")]
     parts += [PART_TEXT, _errors(result["bills_part_profiled"], "component"), BLAME_TEXT]
@@ -58,19 +59,6 @@ def _summary(result: Mapping[str, Any]) -> str:
     )
 
 
-def _bars(result: Mapping[str, Any]) -> str:
-    rows = []
-    for bar in result["bars"]:
-        if "limit" not in bar:
-            rows.append((bar["bar"], f"{bar['n']:,}", f"{bar['value']:.1%}", "", "", ""))
-            continue
-        holds = "holds" if bar["holds"] else "not shown"
-        rows.append(
-            (bar["bar"], f"{bar['n']:,}", f"{bar['value']:.1%}", f"{bar['bound']:.1%}", bar["limit"], holds)
-        )
-    return _grid(("", "n", "share", "95 % bound", "bar", ""), rows)
-
-
 def _nulls(result: Mapping[str, Any]) -> str:
     rows = [
         (
@@ -84,7 +72,7 @@ def _nulls(result: Mapping[str, Any]) -> str:
         for n in result["nulls"]
     ]
     text = "Tests and intervals where nothing is wrong (nominal: tests fire in 5 %, intervals hold the truth in 95 %):\n"
-    return text + "\n" + _grid(("", "n", "share", "95 % interval", "bar", ""), rows)
+    return text + "\n" + grid(("", "n", "share", "95 % interval", "bar", ""), rows)
 
 
 def _families(result: Mapping[str, Any]) -> str:
@@ -95,7 +83,7 @@ def _families(result: Mapping[str, Any]) -> str:
         (f"{f['family']}: {WHY.get(f['family'], '')}", *(f"{f[name]:,}" for name in columns))
         for f in result["families"]
     ]
-    return _grid(("world", *columns.values()), rows)
+    return grid(("world", *columns.values()), rows)
 
 
 def _confusion(result: Mapping[str, Any]) -> str:
@@ -103,7 +91,7 @@ def _confusion(result: Mapping[str, Any]) -> str:
     said = sorted({rule for row in table.values() for rule in row})
     rows = [(true, *(str(row.get(rule, 0)) for rule in said)) for true, row in sorted(table.items())]
     text = "The costliest cause (rows) and the rule of the first finding (columns):\n"
-    return text + "\n" + _grid(("", *said), rows)
+    return text + "\n" + grid(("", *said), rows)
 
 
 def _errors(errors: Sequence[Mapping[str, Any]], what: str) -> str:
@@ -117,7 +105,7 @@ def _errors(errors: Sequence[Mapping[str, Any]], what: str) -> str:
         )
         for e in errors
     ]
-    return _grid((what, "n", "median", "mean", "p95", "bias", "within 0.1"), rows)
+    return grid((what, "n", "median", "mean", "p95", "bias", "within 0.1"), rows)
 
 
 def _not_right(result: Mapping[str, Any]) -> str:
@@ -127,12 +115,6 @@ def _not_right(result: Mapping[str, Any]) -> str:
         (w["family"], f"{w['strength']:g}", str(w["seed"]), w["via"], w["outcome"])
         for w in result["not_right"]
     ]
-    return "## Worlds that were not judged right\n\n" + _grid(
+    return "## Worlds that were not judged right\n\n" + grid(
         ("world", "strength", "seed", "as", "outcome"), rows
     )
-
-
-def _grid(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    return "\n".join(lines) + "\n"

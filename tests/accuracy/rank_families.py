@@ -47,14 +47,15 @@ class Labelled:
 
 @dataclass(frozen=True)
 class Family:
-    """`make(rng, offset_ms)` is a world. `barred`: whether it counts for the bar of culprits, `clocked`: for that of clocks."""
+    """`make(rng, offset_ms)` is a world. `unbarred`: why it does not count for the bar of culprits, if so; `unclocked`: for that
+    of clocks."""
 
     name: str
     kind: Kind
     why: str
     make: Callable[[Rng, float], Labelled]
-    barred: bool = True
-    clocked: bool = True
+    unbarred: str = ""
+    unclocked: str = ""
 
     def world(self, offset_ms: float, seed: int) -> Labelled:
         rng = np.random.default_rng([seed, round(1000 * offset_ms), *self.name.encode()])
@@ -405,16 +406,16 @@ FAMILIES = (
     Family("slow group", "fault", "a ring is slow for a part of the time", slow_group),
     Family("slow host", "fault", "one rank's kernels are launched late", slow_host),
     Family("collections", "fault", "one rank's host stands still now and then", collected),
-    Family("slow hosts", "fault", "all ranks' kernels are launched late", slow_hosts, barred=False),
+    Family("slow hosts", "fault", "all ranks' kernels are launched late", slow_hosts, unbarred="no rank waits for another, so that how well clocks are known decides nothing"),
     Family("dp coupling", "fault", "one engine's prefill holds up those beside it", coupled),
     Family("clean", "decoy", "nothing wrong", clean),
     Family("rotating", "decoy", "much lateness, each time another's", rotating),
     Family("common load", "decoy", "batches of very different sizes, alike for all", common_load),
     Family("uneven leaving", "decoy", "ranks leave collectives in one order always", uneven_leaving),
     Family("drifting clocks", "decoy", "clocks that gain up to 100 ppm", drifting),
-    Family("clock set", "decoy", "a host's clock is set while profiled", stepping, clocked=False),
+    Family("clock set", "decoy", "a host's clock is set while profiled", stepping, unclocked="a clock that is set has no one offset"),
     Family("missing rank", "blind", "the slow rank has no profile", missing),
-    Family("damaged", "fault", "a slow rank, and profiles that lost events", damaged, barred=False),
+    Family("damaged", "fault", "a slow rank, and profiles that lost events", damaged, unbarred="with up to three of ten events lost, to abstain is right as well"),
 )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from page import _grid as grid
+from bars import bars_table, grid
 from rank_families import FAMILIES, OFFSETS_MS
 
 WHY = {family.name: family.why for family in FAMILIES}
@@ -42,7 +42,7 @@ def render(result: Mapping[str, Any]) -> str:
         f"others as tables, in {result['seconds'] / 60:.0f} minutes ({result['form']} form)."
     )
     parts = [
-        HEAD, played + "\n", "## The bars\n", _bars(result), BY_FAMILY, _families(result),
+        HEAD, played + "\n", "## The bars\n", bars_table(result), _left_out(), BY_FAMILY, _families(result),
         "Top-1 of the decidable worlds by how far clocks are apart:\n", _offsets(result),
     ]  # fmt: skip
     if result["files"]:
@@ -51,16 +51,15 @@ def render(result: Mapping[str, Any]) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def _bars(result: Mapping[str, Any]) -> str:
-    rows = []
-    for bar in result["bars"]:
-        if "limit" not in bar:
-            rows.append((bar["bar"], f"{bar['n']:,}", f"{bar['value']:.1%}", "", "", ""))
-            continue
-        limit = f"{'≥' if bar['side'] == 'lower' else '≤'} {bar['limit']:.0%}"
-        holds = "holds" if bar["holds"] else "not shown"
-        rows.append((bar["bar"], f"{bar['n']:,}", f"{bar['value']:.1%}", f"{bar['bound']:.1%}", limit, holds))
-    return grid(("", "n", "share", "95 % bound", "bar", ""), rows)
+def _left_out() -> str:
+    """Families that a bar does not count, and why."""
+    culprits = [f"{family.name} ({family.unbarred})" for family in FAMILIES if family.unbarred]
+    offsets = [f"{family.name} ({family.unclocked})" for family in FAMILIES if family.unclocked]
+    return (
+        f"Not counted for culprits: {'; '.join(culprits)}. Not counted for clocks: {'; '.join(offsets)}. Clocks of a world are "
+        "fitted together, and hold or fail together: their bound is that of as many independent ones as they are worth by "
+        "how worlds differ (Korn and Graubard 1998).\n"
+    )
 
 
 def _families(result: Mapping[str, Any]) -> str:

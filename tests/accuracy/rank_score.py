@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
+from bars import bar, beside, effective
 from rank_families import FAMILIES
-from score import bound
 
 #: A culprit must be found where it makes others wait for more than so many times the clocks' stated error.
 DECIDABLE = 5.0
 TOP1_BAR, ALARM_BAR, CLOCK_BAR, BLIND_BAR = 0.98, 0.01, 0.93, 0.95
-BARRED = {family.name for family in FAMILIES if family.barred and family.kind == "fault"}
-CLOCKED = {family.name for family in FAMILIES if family.clocked}
+BARRED = {family.name for family in FAMILIES if not family.unbarred and family.kind == "fault"}
+CLOCKED = {family.name for family in FAMILIES if not family.unclocked}
 #: What `straggler-rank` names where lateness goes round.
 NOBODY = "rank:any"
 OUTCOMES = ("top-1", "later", "wrong", "abstained", "missed")
@@ -138,51 +138,19 @@ def bars(worlds: Sequence[World]) -> list[dict[str, Any]]:
     blind = [w for w in worlds if w["kind"] == "blind"]
     faults = [w for w in worlds if w["kind"] == "fault"]
     clocked = [w for w in worlds if w["family"] in CLOCKED and w["off_ns"]]
-    hits = sum(held(w) for w in clocked)
-    share = hits / max(sum(len(w["off_ns"]) for w in clocked), 1)
+    # Clocks of a world are fitted together, so that they hold or fail together.
+    right, of = [held(w) for w in clocked], [len(w["off_ns"]) for w in clocked]
+    worth = effective(right, of) if clocked else 0.0
     return [
-        _bar(
+        bar(
             f"top-1 culprit where lateness exceeds {DECIDABLE:g} × the clocks' stated error",
             sum(outcome(w) == "top-1" for w in some), len(some), TOP1_BAR, "lower",
         ),
-        _bar("false alarms in worlds without a fault", sum(bool(false_alarms(w)) for w in healthy), len(healthy), ALARM_BAR, "upper"),
-        # Clocks of a world are fitted together: its worlds are what is independent.
-        _bar("clocks within their stated error", round(share * len(clocked)), len(clocked), CLOCK_BAR, "lower"),
-        _bar("abstains where the slow rank has no profile", sum(outcome(w) == "abstained" for w in blind), len(blind), BLIND_BAR, "lower"),
-        {
-            "bar": "wrong findings beside a fault",
-            "n": len(faults),
-            "value": sum(bool(false_alarms(w)) for w in faults) / max(len(faults), 1),
-        },
+        bar("false alarms in worlds without a fault", sum(bool(false_alarms(w)) for w in healthy), len(healthy), ALARM_BAR, "upper"),
+        bar("clocks within their stated error", sum(right), sum(of), CLOCK_BAR, "lower", worth),
+        bar("abstains where the slow rank has no profile", sum(outcome(w) == "abstained" for w in blind), len(blind), BLIND_BAR, "lower"),
+        beside("wrong findings beside a fault", sum(bool(false_alarms(w)) for w in faults), len(faults)),
     ]  # fmt: skip
-
-
-def _bar(name: str, hits: int, n: int, limit: float, side: Literal["lower", "upper"]) -> dict[str, Any]:
-    least = side == "lower"
-    kept = bound(hits, n, side) if n else 0.0 if least else 1.0
-    return {
-        "bar": name,
-        "n": n,
-        "hits": hits,
-        "value": hits / max(n, 1),
-        "bound": kept,
-        "limit": limit,
-        "side": side,
-        "holds": kept >= limit if least else kept <= limit,
-    }
-
-
-def broken(result: Mapping[str, Any]) -> list[str]:
-    """Bars that the worlds played show to be broken, 95 % sure."""
-    names = []
-    for bar in result["bars"]:
-        if "limit" not in bar or not bar["n"]:
-            continue
-        if bar["side"] == "lower" and bound(bar["hits"], bar["n"], "upper") < bar["limit"]:
-            names.append(bar["bar"])
-        if bar["side"] == "upper" and bound(bar["hits"], bar["n"], "lower") > bar["limit"]:
-            names.append(bar["bar"])
-    return names
 
 
 def not_right(worlds: Iterable[World], most: int) -> list[dict[str, Any]]:

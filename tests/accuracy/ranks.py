@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import bars
 import rank_page
 import rank_score
 from rank_families import FAMILIES, OFFSETS_MS
@@ -110,7 +111,7 @@ def main() -> int:
     print(rank_page.render(result))
     for failure in failed:
         print(f"{failure['job']} failed:\n{failure['error']}", file=sys.stderr)
-    return 1 if failed or rank_score.broken(result) else 0
+    return 1 if failed or bars.broken(result) else 0
 
 
 if __name__ == "__main__":

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
+from bars import bar, beside
 from play import GROUPS
-from scipy.stats import binomtest
 
 #: A cause that raises no class's p99 by so much need not be found.
 FELT = 0.2
@@ -18,13 +18,6 @@ TOP1_BAR, FALSE_ALARM_BAR, BILL_BAR = 0.95, 0.02, 0.10
 NOBODY = "(nothing)"
 
 World = Mapping[str, Any]
-
-
-def bound(hits: int, n: int, side: Literal["lower", "upper"]) -> float:
-    """One-sided 95 % bound of a share (Clopper and Pearson 1934)."""
-    beyond: Literal["greater", "less"] = "greater" if side == "lower" else "less"
-    interval = binomtest(hits, n, alternative=beyond).proportion_ci(0.95, method="exact")
-    return float(interval.low if side == "lower" else interval.high)
 
 
 def is_right(finding: Mapping[str, Any], labels: Mapping[str, str | None]) -> bool:
@@ -128,32 +121,14 @@ def bars(worlds: Sequence[World]) -> list[dict[str, Any]]:
         w for w in worlds if w["kind"] == "decoy" and max(w["suspects"].values(), default=0.0) < NOTHING
     ]
     alarmed = sum(bool(false_alarms(w)) for w in decoys)
-    beside = [w for w in worlds if w["kind"] != "decoy"]
-    wrong = sum(bool(false_alarms(w)) for w in beside)
-    rows = [
-        _bar("top-1 of what costs ≥ 20 % of a p99", top1, len(felt), TOP1_BAR, "lower"),
-        _bar("top-3 of the same", top3, len(felt), TOP1_BAR, "lower"),
-        _bar("false alarms in healthy and decoy worlds", alarmed, len(decoys), FALSE_ALARM_BAR, "upper"),
+    faulty = [w for w in worlds if w["kind"] != "decoy"]
+    wrong = sum(bool(false_alarms(w)) for w in faulty)
+    return [
+        bar("top-1 of what costs ≥ 20 % of a p99", top1, len(felt), TOP1_BAR, "lower"),
+        bar("top-3 of the same", top3, len(felt), TOP1_BAR, "lower"),
+        bar("false alarms in healthy and decoy worlds", alarmed, len(decoys), FALSE_ALARM_BAR, "upper"),
+        beside("wrong findings beside a fault", wrong, len(faulty)),
     ]
-    rows.append(
-        {"bar": "wrong findings beside a fault", "n": len(beside), "value": wrong / max(len(beside), 1)}
-    )
-    return rows
-
-
-def _bar(name: str, hits: int, n: int, limit: float, side: Literal["lower", "upper"]) -> dict[str, Any]:
-    """A share that must be at least `limit` by its lower bound, or at most by its upper one."""
-    least = side == "lower"
-    kept = bound(hits, n, side) if n else 0.0 if least else 1.0
-    return {
-        "bar": name,
-        "n": n,
-        "hits": hits,
-        "value": hits / max(n, 1),
-        "bound": kept,
-        "limit": f"{'≥' if least else '≤'} {limit:.0%}",
-        "holds": kept >= limit if least else kept <= limit,
-    }
 
 
 def bill_errors(worlds: Iterable[World], part_profiled: bool = False) -> list[dict[str, Any]]:
@@ -209,16 +184,3 @@ def verdict_of(world: World) -> str:
         name = outcome(world)
         return "right" if name == "top-1" else f"{name}: {', '.join(felt)}"
     return "not felt" if world["labels"] else "quiet"
-
-
-def broken(result: Mapping[str, Any]) -> list[str]:
-    """Bars that the worlds played show to be broken, 95 % sure."""
-    names = []
-    for bar in result["bars"]:
-        if "limit" not in bar or not bar["n"]:
-            continue
-        if bar["limit"].startswith("≥") and bound(bar["hits"], bar["n"], "upper") < TOP1_BAR:
-            names.append(bar["bar"])
-        if bar["limit"].startswith("≤") and bound(bar["hits"], bar["n"], "lower") > FALSE_ALARM_BAR:
-            names.append(bar["bar"])
-    return names

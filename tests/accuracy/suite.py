@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import bars
 import nulls
 import page
 import score
@@ -119,7 +120,7 @@ def main() -> int:
     print(page.render(result))
     for failure in result["failed"]:
         print(f"{failure['job']} failed:\n{failure['error']}", file=sys.stderr)
-    return 1 if result["failed"] or score.broken(result) else 0
+    return 1 if result["failed"] or bars.broken(result) else 0
 
 
 if __name__ == "__main__":
