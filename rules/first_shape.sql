@@ -60,18 +60,7 @@ chosen AS (
     FROM ordered WHERE is_new OR (is_long AND is_told) OR (is_long AND is_start)
     QUALIFY row_number() OVER (PARTITION BY lane ORDER BY beyond_s DESC, round) <= $most
 ),
-hurt AS (
-    SELECT lane, round, list({klass: klass, metric: metric, seconds: seconds}) AS hurt
-    FROM (
-        SELECT o.lane, o.round, m.klass, m.metric,
-               sum(m.weight * c.beyond_s * (least(m.end_ns, c.end_ns) - greatest(m.start_ns, c.start_ns)) / (c.end_ns - c.start_ns)) AS seconds
-        FROM chosen o
-        JOIN step_costs c USING (lane, round)
-        JOIN member_spans m
-          ON m.instance = c.instance AND m.engine IS NOT DISTINCT FROM c.engine AND m.start_ns < c.end_ns AND m.end_ns > c.start_ns
-        GROUP BY ALL
-    ) GROUP BY lane, round
-),
+hurt AS (FROM hurt_by('chosen')),
 found AS (
     SELECT lane, list({start_ns: start_ns, end_ns: end_ns, shape: shape, alike: alike, usual_s: usual_s, engines: engines, tile_s: tile_s,
                        beyond_s: beyond_s, is_new: is_new, is_start: is_start, told: told, hurt: hurt} ORDER BY round) AS found
