@@ -54,9 +54,10 @@ VIEWS = (
     "series",
     "iterations",
     "events",
+    "rank_events",
 )
 #: Tables of the trace, which are views of files: a case's rows take their place.
-STORED = ("profiles", "metrics", "series", "iterations", "events")
+STORED = ("profiles", "metrics", "series", "iterations", "events", "rank_events")
 #: What a row is unless the case says otherwise.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "class_rows": {"observer": "engine", "basis": "requests", "slo_broken": False, "tail_rule": "above p99"},
@@ -203,6 +204,10 @@ def test_case(views: Trace, rule: str, name: str, case: dict[str, Any]) -> None:
     expected = case["findings"]
     assert len(decision.findings) == len(expected)
     for finding, wanted in zip(decision.findings, expected, strict=True):
+        wanted = dict(wanted)
+        for told in ("evidence", "counter_evidence"):
+            said = "\n".join(e.text for e in getattr(finding, told))
+            assert wanted.pop(told, "") in said
         got = shown(finding, set(wanted))
         share = got.pop("share_of_tail", None)
         assert share == pytest.approx(wanted.get("share_of_tail"))
