@@ -6,9 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tailscope.model import Party, Severity, severity_of
+from tailscope.model import Party, Severity, Threshold, severity_of
 
 Row = Mapping[str, Any]
+
+SHARE = Threshold("share", 0.1, "0-1", "A tenth of the excess: what causes less is not why the tail is long.")
+SLOWDOWN = Threshold(
+    "slowdown", 0.1, "x p50", "A tail slower by less than a tenth of the median is not felt."
+)
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
 from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Threshold, severity_of
 
-from . import _tails
+from . import _prefill, _tails
 from ._tails import Row, Tail
 
 #: Engines are seen to step together in no fewer steps.
@@ -20,9 +20,8 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
         return Decision("no-data", RULE.missing)
     first = rows[0]
     windows = [
-        decision
+        by_ranks(list(window), first["instances"], limits)
         for _, window in groupby(first["by_ranks"] or (), key=lambda r: r["win"])
-        if (decision := by_ranks(list(window), first["instances"], limits))
     ]
     # Where there are requests to hurt, their tails decide.
     if windows and (first["lane"] is None or not first["classes"]):
@@ -46,7 +45,7 @@ def summed_up(decisions: Sequence[Decision]) -> Decision:
     raise AssertionError("each decision has one of these")
 
 
-def by_ranks(rows: Sequence[Row], instances: int, limits: Mapping[str, float]) -> Decision | None:
+def by_ranks(rows: Sequence[Row], instances: int, limits: Mapping[str, float]) -> Decision:
     """What the ranks of one window wait for in collectives that span engines, one row a waiting and a last engine."""
     waiting = {engine: Waiting.of(list(group)) for engine, group in groupby(rows, key=lambda r: r["engine"])}
     most = max(waiting.values(), key=lambda w: w.share)
@@ -251,20 +250,10 @@ def finding(lane: Row, hurt: Sequence[Tail], limits: Mapping[str, float]) -> Fin
                 "part of it may be counted under a class's long prompts too: the same prefill holds up requests of its own engine"
             ),
         ),
-        remedies=sized(RULE.remedies, lane["budget"]),
+        remedies=_prefill.sized(RULE.remedies, lane["budget"]),
         confirm_by=RULE.confirm_by,
         explains=_tails.explains(hurt),
         claims="others' prefill",
-    )
-
-
-def sized(remedies: Sequence[Remedy], budget: int | None) -> tuple[Remedy, ...]:
-    """The one about the budget with this trace's own numbers."""
-    if not budget:
-        return tuple(remedies)
-    flag = f"--max-num-batched-tokens {budget // 2} (now {budget})"
-    return tuple(
-        replace(r, flag=flag) if r.flag.startswith("--max-num-batched-tokens") else r for r in remedies
     )
 
 
@@ -278,18 +267,9 @@ RULE = Rule(
     needs=("step_costs",),
     missing="needs steps of an engine",
     thresholds=(
-        Threshold(
-            "share", 0.1, "0-1", "A tenth of the excess: what causes less is not why the tail is long."
-        ),
-        Threshold(
-            "slowdown", 0.25, "x p50", "A tail slower by less than a quarter of the median is not felt."
-        ),
-        Threshold(
-            "gap",
-            1.0,
-            "x p50",
-            "A chunk beside a decode is how chunked prefill works: less than a doubled gap is no stall.",
-        ),
+        _tails.SHARE,
+        _prefill.SLOWDOWN,
+        _prefill.GAP,
         Threshold(
             "time", 0.1, "of step time", "Ranks that wait less for each other are as even as ranks are."
         ),
@@ -299,6 +279,7 @@ RULE = Rule(
             "x",
             "Who waits as long for an engine without more to prefill waits for something else.",
         ),
+        Threshold("errors", 3, "x the clocks' error", "A shorter wait may be an error of the clocks."),
         Threshold("one", 0.8, "of the waiting", "Below that the part goes round, and no engine is to blame."),
     ),
     remedies=(
@@ -314,24 +295,14 @@ RULE = Rule(
             "vLLM V1",
             "A router to configure",
         ),
-        Remedy(
-            "Lower the token budget of a step, so that a chunk of a long prompt takes less time",
-            "--max-num-batched-tokens, for example half of now",
-            "vLLM V1, all versions, with chunked prefill (the default)",
-            "Long prompts get more, smaller chunks: their TTFT rises, throughput falls somewhat",
-        ),
+        _prefill.SMALLER_STEPS,
         Remedy(
             "Use fewer data-parallel engines of more tensor-parallel ranks each",
             "--data-parallel-size down, --tensor-parallel-size up",
             "any",
             "More communication in each layer, KV cache shared by fewer engines",
         ),
-        Remedy(
-            "Separate prefill from decode",
-            "--kv-transfer-config",
-            "vLLM V1 with a KV connector (NIXL, Mooncake, LMCache)",
-            "A second pool and a KV transfer for each request",
-        ),
+        _prefill.SEPARATE,
     ),
     confirm_by=(
         "Send a long prompt to one engine (X-data-parallel-rank) while the others decode: all their token gaps grow at once",

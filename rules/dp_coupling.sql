@@ -1,6 +1,6 @@
 -- One row per set of engines that step together (a lane), with what the prefill of each costs the others and every class's tail; one row without a lane where no engines do.
 WITH engines AS (
-    SELECT lane, instance, engine, count(k) AS own, any_value(usable) AS usable, sum(tile_s) AS busy_s, sum(batch_s + ranks_s) AS work_s,
+    SELECT lane, instance, engine, count(k) AS own, any_value(usable) AS usable, sum(batch_s + ranks_s) AS work_s,
            sum(by_others_s) AS dragged_s, sum(by_others_s) FILTER (WHERE prefill_tokens = 0) AS dragged_idle_s,
            sum(by_others_s * running) AS waited_s, max(by_others_s) AS longest_s,
            coalesce(sum(tile_s) FILTER (WHERE k IS NULL OR is_dummy), 0) AS along_s,
@@ -66,7 +66,7 @@ waited AS (
            sum(a.wait_ns) FILTER (WHERE l.last_prefill <= a.prefill_tokens) AS beside_ns
     FROM arrivals a JOIN lasts l USING ("window", "group", round) WHERE l.last_engine <> a.engine AND a.step IS NOT NULL
       -- A wait that clocks cannot tell counts for nothing.
-      AND a.wait_ns > 3 * a.error_ns
+      AND a.wait_ns > $errors * a.error_ns
     GROUP BY ALL
 ),
 profiled AS (
@@ -85,7 +85,7 @@ by_ranks AS (
 ),
 together AS (
     SELECT lane, any_value(instance) AS instance, bool_and(usable) AS usable, min(first_ns) AS first_ns, max(last_ns) AS last_ns,
-           list({engine: engine, own: own, busy_s: busy_s, work_s: work_s, dragged_s: dragged_s, dragged_idle_s: dragged_idle_s,
+           list({engine: engine, own: own, work_s: work_s, dragged_s: dragged_s, dragged_idle_s: dragged_idle_s,
                  waited_s: waited_s, caused_s: caused_s, longest_s: longest_s, along_s: along_s} ORDER BY engine) AS engines
     FROM lanes JOIN caused USING (lane, engine) GROUP BY lane
 )

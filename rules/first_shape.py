@@ -58,13 +58,26 @@ def lane_decision(lane: Row, limits: Mapping[str, float]) -> Decision:
         for tail in _tails.tails((step["hurt"] for step in members), lane["classes"])
         if tail.is_felt(limits["share"], limits["slowdown"])
     ]
-    what = "the first batch" if not (told or new) else f"{len(members)} batches of a new shape"
+    what = f"{batches(members)} {why(members, 'a new shape')}" if told or new else "the first batch"
     longest_s = max(step["beyond_s"] for step in members)
     return Decision(
         "found",
         f"{what} took up to {longest_s:.3g} s longer than accounted for",
         (finding(lane, members, bool(told or new), chance, hurt),),
     )
+
+
+def batches(members: Sequence[Row]) -> str:
+    return f"{len(members):,} batch{'es' * (len(members) != 1)}"
+
+
+def why(members: Sequence[Row], shape: str) -> str:
+    """What sets long batches apart: that they are the first of their shape, or what the log says beside them."""
+    firsts = sum(step["is_first"] for step in members)
+    logged = "beside a compilation in the log"
+    if not firsts:
+        return logged
+    return f"of {shape}" if firsts == len(members) else f"of {shape} or {logged}"
 
 
 def by_chance(eras: Sequence[Row]) -> float:
@@ -87,17 +100,21 @@ def finding(
     worst = sorted(members, key=lambda step: -step["beyond_s"])
     evidence = []
     for step in worst[:5]:
-        later = (
-            f"the {step['alike'] - 1:,} like it later {step['usual_s']:.3g} s (median)"
-            if step["alike"] > 1
-            else "none like it came later"
-        )
+        if not step["is_first"]:
+            others = f"not the first of its shape, which takes {step['usual_s']:.3g} s (median of {step['alike']:,})"
+        elif step["alike"] > 1:
+            others = f"the {step['alike'] - 1:,} like it later {step['usual_s']:.3g} s (median)"
+        else:
+            others = "none like it came later"
         beside = f"; in the log: {step['told']}" if step["told"] else ""
         after = ", first after the start" if step["is_start"] else ""
         evidence.append(
             Evidence(
-                f"{step['shape']}{after}: {step['tile_s']:.3g} s, {step['beyond_s']:.3g} s more than it accounts for; {later}{beside}",
-                {k: step[k] for k in ("shape", "tile_s", "beyond_s", "alike", "usual_s", "start_ns")},
+                f"{step['shape']}{after}: {step['tile_s']:.3g} s, {step['beyond_s']:.3g} s more than it accounts for; {others}{beside}",
+                {
+                    k: step[k]
+                    for k in ("shape", "is_first", "tile_s", "beyond_s", "alike", "usual_s", "start_ns")
+                },
             )
         )
     if hurt:
@@ -117,8 +134,9 @@ def finding(
     if not is_again and severity == "high":
         severity = "medium"
     total_s = sum(step["beyond_s"] for step in members)
+    shapes = f"{'a shape' if len(members) == 1 else 'shapes'} it has not had before"
     title = (
-        f"Engine {name} takes {total_s:.3g} s more for {len(members)} batches of shapes it has not had before"
+        f"Engine {name} takes {total_s:.3g} s more for {batches(members)} {why(members, shapes)}"
         if is_again
         else f"The first batch after the start of engine {name} takes {total_s:.3g} s more than it accounts for"
     )
@@ -162,10 +180,8 @@ RULE = Rule(
         Threshold(
             "chance", 0.001, "", "Against long steps being new ones by chance, among steps about as early."
         ),
-        Threshold(
-            "share", 0.1, "0-1", "A tenth of the excess: what causes less is not why the tail is long."
-        ),
-        Threshold("slowdown", 0.1, "x p50", "A tail slower by less than a tenth of the median is not felt."),
+        _tails.SHARE,
+        _tails.SLOWDOWN,
     ),
     remedies=(
         Remedy(

@@ -42,7 +42,6 @@ rounds AS (
            bool_or(nth = 1 AND is_long AND coalesce(later_long, 0) < 0.5) AS is_new, bool_or(n.told IS NOT NULL) AS is_told,
            bool_or(iteration <= 1) AS is_start, any_value(n.told) AS told,
            arg_max(shape, (nth = 1)::INT) AS shape, arg_max(alike, (nth = 1)::INT) AS alike, arg_max(usual_s, (nth = 1)::INT) AS usual_s,
-           list(engine ORDER BY engine) FILTER (WHERE nth = 1) AS engines,
            min(start_ns) AS start_ns, max(end_ns) AS end_ns, max(tile_s) AS tile_s, max(beyond_s) AS beyond_s
     FROM counted c LEFT JOIN named n USING (k)
     GROUP BY c.lane, c.round
@@ -60,20 +59,9 @@ chosen AS (
     FROM ordered WHERE is_new OR (is_long AND is_told) OR (is_long AND is_start)
     QUALIFY row_number() OVER (PARTITION BY lane ORDER BY beyond_s DESC, round) <= $most
 ),
-hurt AS (
-    SELECT lane, round, list({klass: klass, metric: metric, seconds: seconds}) AS hurt
-    FROM (
-        SELECT o.lane, o.round, m.klass, m.metric,
-               sum(m.weight * c.beyond_s * (least(m.end_ns, c.end_ns) - greatest(m.start_ns, c.start_ns)) / (c.end_ns - c.start_ns)) AS seconds
-        FROM chosen o
-        JOIN step_costs c USING (lane, round)
-        JOIN member_spans m
-          ON m.instance = c.instance AND m.engine IS NOT DISTINCT FROM c.engine AND m.start_ns < c.end_ns AND m.end_ns > c.start_ns
-        GROUP BY ALL
-    ) GROUP BY lane, round
-),
+hurt AS (FROM hurt_by('chosen')),
 found AS (
-    SELECT lane, list({start_ns: start_ns, end_ns: end_ns, shape: shape, alike: alike, usual_s: usual_s, engines: engines, tile_s: tile_s,
+    SELECT lane, list({start_ns: start_ns, end_ns: end_ns, shape: shape, alike: alike, usual_s: usual_s, is_first: is_first, tile_s: tile_s,
                        beyond_s: beyond_s, is_new: is_new, is_start: is_start, told: told, hurt: hurt} ORDER BY round) AS found
     FROM chosen LEFT JOIN hurt USING (lane, round) GROUP BY lane
 )

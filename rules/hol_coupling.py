@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Threshold, severity_of
+
+from . import _prefill, _tails
 
 
 def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
@@ -165,18 +166,11 @@ def by_steps(hurt: Sequence[Mapping[str, Any]]) -> Finding:
         window_ns=(worst["first_ns"], worst["last_ns"]) if worst["first_ns"] is not None else None,
         evidence=tuple(evidence),
         counter_evidence=tuple(counter),
-        remedies=(sized(RULE.remedies[0], worst), *RULE.remedies[1:]),
+        remedies=_prefill.sized(RULE.remedies, worst["budget"]),
         confirm_by=RULE.confirm_by,
         claims="others' prefill",
         explains={f"{r['victim']}\t{r['metric']}": r["blamed_s"] for r in hurt},
     )
-
-
-def sized(remedy: Remedy, row: Mapping[str, Any]) -> Remedy:
-    """The first remedy with this trace's own numbers."""
-    if not row["budget"]:
-        return remedy
-    return replace(remedy, flag=f"--max-num-batched-tokens {row['budget'] // 2} (now {row['budget']})")
 
 
 def exposure(row: Mapping[str, Any]) -> Evidence:
@@ -212,18 +206,9 @@ RULE = Rule(
             "x",
             "Below a few times the victim's length, prefill is a peer, not a head of line.",
         ),
-        Threshold(
-            "share", 0.1, "0-1", "A tenth of the excess: what causes less is not why the tail is long."
-        ),
-        Threshold(
-            "slowdown", 0.25, "x p50", "A tail slower by less than a quarter of the median is not felt."
-        ),
-        Threshold(
-            "gap",
-            1.0,
-            "x p50",
-            "A chunk beside a decode is how chunked prefill works: less than a doubled gap is no stall.",
-        ),
+        _tails.SHARE,
+        _prefill.SLOWDOWN,
+        _prefill.GAP,
         Threshold(
             "p_value",
             0.01,
@@ -233,12 +218,7 @@ RULE = Rule(
         Threshold("effective_samples", 100, "", "A statistical estimator alone decides nothing below this."),
     ),
     remedies=(
-        Remedy(
-            "Lower the token budget of a step, so that a chunk of a long prompt takes less time",
-            "--max-num-batched-tokens, for example half of now",
-            "vLLM V1, all versions, with chunked prefill (the default)",
-            "Long prompts get more, smaller chunks: their TTFT rises, throughput falls somewhat",
-        ),
+        _prefill.SMALLER_STEPS,
         Remedy(
             "Cap what one long prompt may take of a step, leaving room for short ones",
             "--long-prefill-token-threshold, for example a quarter of the budget",
@@ -257,12 +237,7 @@ RULE = Rule(
             "any",
             "More instances, less sharing of capacity",
         ),
-        Remedy(
-            "Separate prefill from decode",
-            "--kv-transfer-config",
-            "vLLM V1 with a KV connector (NIXL, Mooncake, LMCache)",
-            "A second pool and a KV transfer for each request",
-        ),
+        _prefill.SEPARATE,
     ),
     confirm_by=(
         "Replay with --max-num-batched-tokens halved: the longest step and the coupled TTFT fall together",

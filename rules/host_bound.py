@@ -68,6 +68,12 @@ def together(ranks: Sequence[Row], limits: Mapping[str, float]) -> Decision:
             f"{rarely['long_steps']} long gaps make {long_share:.0%} of the steps' time",
             (finding(ranks, rarely, long_share, True, limits),),
         )
+    if most["share"] >= limits["idle"]:
+        return Decision(
+            "clear",
+            f"{by_share[0]['share']:.0%} to {most['share']:.0%} of a step {what} on {len(ranks)} ranks, {middle['share']:.0%} on the "
+            "middle one: ranks differ, and straggler-rank judges whether the others wait for it",
+        )
     return Decision("clear", f"at most {most['share']:.0%} of a usual step {what}")
 
 
@@ -83,6 +89,7 @@ def finding(
         else Party("engine", _tails.engine_name(row), {"instance": row["instance"]})
     )
     ms = 1e6
+    counter: list[Evidence] = []
     where = "before it begins" if row["gap_share"] >= row["share"] / 2 else "inside of it, between kernels"
     evidence = [
         Evidence(
@@ -98,12 +105,13 @@ def finding(
         )
     ]
     if len(ranks) > 1:
-        evidence.append(
-            Evidence(
-                f"all {len(ranks)} ranks alike: {min(r['share'] for r in ranks):.0%} to {max(r['share'] for r in ranks):.0%}",
-                {"share_by_rank": {str(r["rank"]): r["share"] for r in ranks}},
-            )
+        least, most = min(r["share"] for r in ranks), max(r["share"] for r in ranks)
+        are_alike = least >= limits["alike"] * most
+        spread = Evidence(
+            f"{len(ranks)} ranks{' alike' if are_alike else ''}: {least:.0%} to {most:.0%}",
+            {"share_by_rank": {str(r["rank"]): r["share"] for r in ranks}},
         )
+        (evidence if are_alike else counter).append(spread)
     if row["kernels"] and row["launches"]:
         how = (
             "few graphs: what keeps them is before the step"
@@ -117,7 +125,6 @@ def finding(
             )
         )
     growth = grows(row["by_batch"])
-    counter: list[Evidence] = []
     if growth is not None:
         slope_us, p_value = growth
         sentence = (
@@ -203,6 +210,12 @@ RULE = Rule(
         ),
         Threshold(
             "rare", 0.1, "of the time", "Rare gaps that cost less than a tenth of the time are no bound."
+        ),
+        Threshold(
+            "capped",
+            3,
+            "x the usual step",
+            "Time in which the engine had nothing to do is none of its steps': it counts as no more.",
         ),
         Threshold("gaps", 2, "gaps", "One long gap may be anything."),
         Threshold("chance", 0.01, "", "Against an order of idle times and batches by chance."),

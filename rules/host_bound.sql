@@ -33,16 +33,22 @@ marked AS (
     FROM sampled d JOIN usual u
       ON u."window" IS NOT DISTINCT FROM d."window" AND u.rank IS NOT DISTINCT FROM d.rank AND u.instance IS NOT DISTINCT FROM d.instance
      AND u.engine IS NOT DISTINCT FROM d.engine
+),
+-- Profiles with Python stacks.
+stacked AS (
+    SELECT "window", rank FROM rank_windows w
+    WHERE used AND EXISTS (FROM rank_events e WHERE e.source = w.source AND e.rank = w.rank AND e.category = 'python_function')
+    GROUP BY ALL
 )
 SELECT "window", rank, instance, engine, on_gpu, count(*) AS steps, any_value(usual_ns) AS usual_ns,
        median(idle_ns / time_ns) AS share, median(gap_ns / time_ns) AS gap_share, median(idle_ns) AS idle_ns,
        count(*) FILTER (WHERE is_long) AS long_steps, coalesce(sum(idle_ns) FILTER (WHERE is_long), 0) AS long_ns,
-       max(idle_ns) FILTER (WHERE is_long) AS longest_ns, sum(CASE WHEN is_long THEN time_ns ELSE least(time_ns, 3 * usual_ns) END) AS total_ns,
+       max(idle_ns) FILTER (WHERE is_long) AS longest_ns, sum(CASE WHEN is_long THEN time_ns ELSE least(time_ns, $capped * usual_ns) END) AS total_ns,
        median(kernels) AS kernels, median(launches) AS launches, median(cpu_step_ns) AS cpu_step_ns,
        list({idle_ns: idle_ns, decode_requests: decode_requests} ORDER BY hash(step), step)
            FILTER (WHERE decode_requests IS NOT NULL AND NOT coalesce(is_long, false))[:2000] AS by_batch,
        (SELECT count(DISTINCT instance) FROM sampled) AS instances,
-       (SELECT bool_or(category = 'python_function') FROM rank_events) AS with_stack
-FROM marked
+       coalesce(bool_or(k."window" IS NOT NULL), false) AS with_stack
+FROM marked LEFT JOIN stacked k USING ("window", rank)
 GROUP BY "window", rank, instance, engine, on_gpu
 ORDER BY on_gpu, "window", instance, engine, rank

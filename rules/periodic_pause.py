@@ -240,10 +240,8 @@ RULE = Rule(
             "chance", 0.001, "", "Against pauses at random, for all periods and sizes that were tried."
         ),
         Threshold("apart", 10, "steps", "What comes more often than that is a kind of batch, not a pause."),
-        Threshold(
-            "share", 0.1, "0-1", "A tenth of the excess: what causes less is not why the tail is long."
-        ),
-        Threshold("slowdown", 0.1, "x p50", "A tail slower by less than a tenth of the median is not felt."),
+        _tails.SHARE,
+        _tails.SLOWDOWN,
         Threshold(
             "cost", 0.01, "of busy time", "Without requests to hurt, a hundredth of the time is worth a word."
         ),

@@ -21,18 +21,7 @@ long_steps AS (
     WHERE usable AND tile_s > 0 AND beyond_s >= $times * (batch_s + ranks_s)
     QUALIFY row_number() OVER (PARTITION BY lane ORDER BY beyond_s DESC, round) <= $most
 ),
-hurt AS (
-    SELECT lane, round, list({klass: klass, metric: metric, seconds: seconds}) AS hurt
-    FROM (
-        SELECT o.lane, o.round, m.klass, m.metric,
-               sum(m.weight * c.beyond_s * (least(m.end_ns, c.end_ns) - greatest(m.start_ns, c.start_ns)) / (c.end_ns - c.start_ns)) AS seconds
-        FROM long_steps o
-        JOIN step_costs c USING (lane, round)
-        JOIN member_spans m
-          ON m.instance = c.instance AND m.engine IS NOT DISTINCT FROM c.engine AND m.start_ns < c.end_ns AND m.end_ns > c.start_ns
-        GROUP BY ALL
-    ) GROUP BY lane, round
-)
+hurt AS (FROM hurt_by('long_steps'))
 SELECT
     l.*, e.instance, e.engine, e.engines, o.* EXCLUDE (lane), h.hurt,
     (SELECT count(DISTINCT instance) FROM step_costs) AS instances,

@@ -112,9 +112,7 @@ def _register_class_rows(trace: Trace, classes: Sequence[ClassRow]) -> None:
         [{name: getattr(row, name) for name in columns} for row in classes],
         schema=pa.schema(list(columns.items())),
     )
-    trace.connection.register("class_row_values", rows)
-    trace.connection.execute("CREATE OR REPLACE TEMP TABLE class_rows AS SELECT * FROM class_row_values")
-    trace.connection.unregister("class_row_values")
+    trace.create("class_rows", rows)
 
 
 def _limits(trace: Trace) -> dict[str, Limits]:

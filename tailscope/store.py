@@ -5,17 +5,24 @@ from __future__ import annotations
 import glob
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import duckdb
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tailscope.errors import BadInput, UsageError
 from tailscope.layout import visible_parts
 from tailscope.scan import first_line, identifier, quote, scan, types_of
 from tailscope.schema import BY_NAME, SCHEMA_VERSION, TABLES, Table
+
+
+def schema_of(columns: Mapping[str, pa.DataType]) -> pa.Schema:
+    """A schema from names and types, for the rows of `Trace.create` and `Trace.insert`."""
+    return pa.schema(list(columns.items()))
 
 
 class Trace:
@@ -93,6 +100,21 @@ class Trace:
         cursor = self.connection.execute(sql, parameters or {})
         names = [d[0] for d in cursor.description or []]
         return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+
+    def create(self, name: str, rows: pa.Table) -> None:
+        """Make a temporary table of the rows, in place of one of that name."""
+        self._take(rows, f"CREATE OR REPLACE TEMP TABLE {name} AS FROM new_rows")
+
+    def insert(self, name: str, rows: pa.Table) -> None:
+        """Add rows to a temporary table, column by name; those it lacks are NULL."""
+        self._take(rows, f"INSERT INTO {name} BY NAME FROM new_rows")
+
+    def _take(self, rows: pa.Table, sql: str) -> None:
+        self.connection.register("new_rows", rows)
+        try:
+            self.connection.execute(sql)
+        finally:
+            self.connection.unregister("new_rows")
 
     def view_sql(self, table: Table) -> str:
         """The SELECT behind a table's view: declared columns first, typed, then those we do not know."""

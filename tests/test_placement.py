@@ -31,24 +31,23 @@ Floats = NDArray[np.float64]
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[Floats, int, int, int]:
-    """Loads, ranks, slots and nodes that fit each other."""
-    nodes = draw(st.sampled_from([1, 1, 2]))
-    ranks = nodes * draw(st.integers(1, 4))
+def problems(draw: st.DrawFn) -> tuple[Floats, int, int]:
+    """Loads, ranks and slots that fit each other."""
+    ranks = draw(st.integers(1, 8))
     experts = ranks * draw(st.integers(1, 4))
     slots = experts + ranks * draw(st.integers(0, 3))
     layers = draw(st.integers(1, 3))
     values = st.one_of(st.just(0), st.integers(0, 20), st.integers(0, 10**9))
     loads = draw(st.lists(values, min_size=layers * experts, max_size=layers * experts))
-    return np.array(loads, np.float64).reshape(layers, experts), ranks, slots, nodes
+    return np.array(loads, np.float64).reshape(layers, experts), ranks, slots
 
 
 @given(problems())
 @settings(max_examples=300, deadline=None)
-def test_what_any_placement_holds(problem: tuple[Floats, int, int, int]) -> None:
-    loads, ranks, slots, nodes = problem
+def test_what_any_placement_holds(problem: tuple[Floats, int, int]) -> None:
+    loads, ranks, slots = problem
     layers, experts = loads.shape
-    placement = balanced(loads, ranks, slots, nodes)
+    placement = balanced(loads, ranks, slots)
     assert placement.shape == (layers, slots)
     replicas = counts_of(placement, experts)
     assert (replicas >= 1).all()
@@ -62,8 +61,8 @@ def test_what_any_placement_holds(problem: tuple[Floats, int, int, int]) -> None
 
 @given(problems(), st.integers(0, 2**32))
 @settings(max_examples=100, deadline=None)
-def test_the_order_of_experts_does_not_matter(problem: tuple[Floats, int, int, int], seed: int) -> None:
-    loads, ranks, slots, _ = problem
+def test_the_order_of_experts_does_not_matter(problem: tuple[Floats, int, int], seed: int) -> None:
+    loads, ranks, slots = problem
     # Distinct loads: between equal ones the order has to decide.
     loads = loads + np.arange(loads.size).reshape(loads.shape) * 1e-3
     order = np.random.default_rng(seed).permutation(loads.shape[1])
@@ -95,17 +94,10 @@ def test_replicas_go_where_the_load_is() -> None:
     assert rank_loads(loads, balanced(loads, 4, 4), 4).max() == 90
 
 
-def test_one_node_holds_all_replicas_of_its_experts() -> None:
-    loads = np.random.default_rng(2).lognormal(0, 1.5, (5, 16))
-    placement = balanced(loads, 4, 24, nodes=2)
-    for layer in placement.reshape(5, 2, 12):
-        assert not set(layer[0]) & set(layer[1])
-
-
-@pytest.mark.parametrize(("ranks", "slots", "nodes"), [(4, 18, 1), (4, 12, 1), (3, 18, 2)])
-def test_what_cannot_be_placed_is_said(ranks: int, slots: int, nodes: int) -> None:
+@pytest.mark.parametrize(("ranks", "slots"), [(4, 18), (4, 12)])
+def test_what_cannot_be_placed_is_said(ranks: int, slots: int) -> None:
     with pytest.raises(ValueError, match="slots for 16 experts"):
-        balanced(np.ones((1, 16)), ranks, slots, nodes)
+        balanced(np.ones((1, 16)), ranks, slots)
 
 
 def ahead(loads: Floats, ranks: int, spare: int) -> Gain | None:
@@ -129,7 +121,7 @@ def test_a_placement_is_scored_on_windows_it_did_not_see() -> None:
     moves = rng.poisson(rng.lognormal(0, 1, (6, 4, 32)) * 1000).astype(float)
     gone = ahead(moves, 8, 0)
     assert gone is not None
-    assert gone.saved < 0.15
+    assert gone.after > 0.85 * gone.before
     fitted = [rank_loads(w, balanced(w, 8, 32), 8).max(axis=1).sum() for w in moves]
     assert sum(fitted) < 0.8 * rank_loads(moves, contiguous(4, 32), 8).max(axis=2).sum()
 

@@ -14,6 +14,7 @@ import yaml
 from tailscope import registry
 from tailscope.config import Config
 from tailscope.engine import diagnose, judge
+from tailscope.ledger.step_costs import write_member_sums
 from tailscope.model import Decision, Finding
 from tailscope.parts import SourceWriter
 from tailscope.schema import EVENTS
@@ -53,9 +54,10 @@ VIEWS = (
     "series",
     "iterations",
     "events",
+    "rank_events",
 )
 #: Tables of the trace, which are views of files: a case's rows take their place.
-STORED = ("profiles", "metrics", "series", "iterations", "events")
+STORED = ("profiles", "metrics", "series", "iterations", "events", "rank_events")
 #: What a row is unless the case says otherwise.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "class_rows": {"observer": "engine", "basis": "requests", "slo_broken": False, "tail_rule": "above p99"},
@@ -128,6 +130,7 @@ def run(trace: Trace, rule: str, case: dict[str, Any]) -> Decision:
             trace.connection.register("case_rows", pa.Table.from_pylist(alike))
             trace.connection.execute(f"INSERT INTO {view} BY NAME SELECT * FROM case_rows")
             trace.connection.unregister("case_rows")
+    write_member_sums(trace)
     return judge(trace, *RULES[rule])
 
 
@@ -217,6 +220,10 @@ def test_case(views: Trace, rule: str, name: str, case: dict[str, Any]) -> None:
     expected = case["findings"]
     assert len(decision.findings) == len(expected)
     for finding, wanted in zip(decision.findings, expected, strict=True):
+        wanted = dict(wanted)
+        for told in ("evidence", "counter_evidence"):
+            said = "\n".join(e.text for e in getattr(finding, told))
+            assert wanted.pop(told, "") in said
         got = shown(finding, set(wanted))
         share = got.pop("share_of_tail", None)
         assert share == pytest.approx(wanted.get("share_of_tail"))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from real import CAPTURES, EXAMPLE, needs_captures
 from worlds import START_NS, Row, aligned
@@ -15,7 +17,7 @@ from tailscope.engine import diagnose
 from tailscope.ingest import ingest
 from tailscope.ledger.bills import write_bills
 from tailscope.ledger.contrast import write_contrast
-from tailscope.ledger.step_costs import write_step_costs
+from tailscope.ledger.step_costs import write_member_sums, write_step_costs
 from tailscope.source import Options
 from tailscope.store import Trace
 
@@ -29,6 +31,20 @@ GROUP BY ALL
 """
 BILLED = """
 SELECT klass, metric, sum(excess_s) AS seconds FROM excess WHERE component IN ('pause', 'unexplained') GROUP BY ALL
+"""
+
+
+#: The same of each step, as pairs of a step and a stay.
+BY_STEP = """
+SELECT c.lane, c.round, m.klass, m.metric,
+       sum(m.weight * c.beyond_s * (least(m.end_ns, c.end_ns) - greatest(m.start_ns, c.start_ns)) / (c.end_ns - c.start_ns)) AS seconds
+FROM chosen o JOIN step_costs c USING (lane, round)
+JOIN member_spans m ON m.instance = c.instance AND m.engine IS NOT DISTINCT FROM c.engine AND m.start_ns < c.end_ns AND m.end_ns > c.start_ns
+WHERE c.end_ns > c.start_ns
+GROUP BY ALL
+"""
+HURT_BY = """
+SELECT lane, round, h.klass, h.metric, h.seconds FROM (SELECT lane, round, unnest(hurt) AS h FROM hurt_by('chosen'))
 """
 
 
@@ -105,3 +121,43 @@ def test_engines_without_requests_have_their_steps_too(tmp_path: Path) -> None:
         assert row["usable"]
         assert np.isclose(row["s"], 0.599, atol=1e-3)
         assert trace.count("member_spans") == 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_sums_over_time_give_what_pairs_of_steps_and_stays_give(seed: int, tmp_path: Path) -> None:
+    """Two engines in step, one alone and one without a number; stays short and long, before, after and across steps, with
+    ends that meet each other's and the steps'."""
+    rng = np.random.default_rng(seed)
+    engines = [(0, "a", 0), (0, "a", 1), (1, "b", 0), (2, "c", None)]
+    steps: list[Row] = []
+    for lane, instance, engine in engines:
+        ends_ns = START_NS + np.cumsum(rng.integers(0, 50, 60)) * 1_000_000
+        for round_, (start_ns, end_ns) in enumerate(pairwise(ends_ns)):
+            steps.append({"lane": lane, "round": round_, "instance": instance, "engine": engine, "start_ns": int(start_ns),
+                          "end_ns": int(end_ns), "beyond_s": float(rng.exponential(0.1))})  # fmt: skip
+    stays: list[Row] = []
+    for n in range(3_000):
+        _, instance, engine = engines[rng.integers(4)]
+        start_ns = START_NS + int(rng.integers(-500, 2_500)) * 1_000_000
+        stays.append({"klass": "abc"[n % 3], "metric": ("TTFT", "ITL")[rng.integers(2)], "tail": True, "instance": instance,
+                      "engine": engine, "start_ns": start_ns, "end_ns": start_ns + int(rng.integers(1, 400)) ** 2 * 10_000,
+                      "weight": float(rng.normal())})  # fmt: skip
+    with aligned(tmp_path, {"iterations": []}) as trace:
+        ledger = write_bills(trace, {})
+        write_contrast(trace, ledger, (), None)
+        write_step_costs(trace, ledger, {})
+        trace.insert("step_costs", pa.Table.from_pylist(steps))
+        trace.insert("member_spans", pa.Table.from_pylist(stays))
+        write_member_sums(trace)
+        trace.connection.execute(
+            "CREATE TEMP TABLE chosen AS SELECT DISTINCT lane, round FROM step_costs WHERE round % 3 = 0"
+        )
+        wanted, got = (
+            {(r["lane"], r["round"], r["klass"], r["metric"]): r["seconds"] for r in trace.rows(sql)}
+            for sql in (BY_STEP, HURT_BY)
+        )
+    assert len(wanted) > 300
+    # Where no stay is left there is nothing but what rounding leaves.
+    assert got.keys() >= wanted.keys()
+    for key, seconds in got.items():
+        assert seconds == pytest.approx(wanted.get(key, 0.0), abs=1e-9)

@@ -232,10 +232,9 @@ def _rank_within(cell: NDArray[np.int64], values: Floats) -> Floats:
 
 
 def _token_gaps(trace: Trace, ledger: Ledger, slos: tuple[Slo, ...], klass: str | None) -> list[ClassRow]:
-    """ITL from chunk times: each gap between a request's chunks, billed on the engine's clock."""
+    """ITL from chunk times: each gap between a request's chunks, billed on the engine's clock. Fills `gaps`, which is empty
+    where no chunk's time is known."""
     con = trace.connection
-    if not trace.has("tokens"):
-        return []
     con.execute(_GAPS, {"klass": klass})
     rows: list[ClassRow] = []
     asked: list[pa.Table] = []
@@ -316,12 +315,17 @@ def _add_members(
     tail: NDArray[np.bool_],
 ) -> None:
     chosen = (before != 0) | (decode != 0)
-    rows = pa.table(
-        {"id": ids[chosen], "before": before[chosen], "decode": decode[chosen], "tail": tail[chosen]}
+    count = int(chosen.sum())
+    trace.insert(
+        "members",
+        pa.table(
+            {
+                "klass": pa.repeat(pa.scalar(klass, pa.string()), count),
+                "metric": pa.repeat(pa.scalar(metric, pa.string()), count),
+                "id": ids[chosen],
+                "before_weight": before[chosen],
+                "decode_weight": decode[chosen],
+                "tail": tail[chosen],
+            }
+        ),
     )
-    trace.connection.register("new_members", rows)
-    trace.connection.execute(
-        "INSERT INTO members SELECT $klass, $metric, id, before, decode, tail FROM new_members",
-        {"klass": klass, "metric": metric},
-    )
-    trace.connection.unregister("new_members")

@@ -78,10 +78,7 @@ def write_coupling(trace: Trace) -> None:
             for name in Coupling.__dataclass_fields__
         ]
     )
-    table = pa.Table.from_pylist([asdict(row) for row in rows], schema=schema)
-    trace.connection.register("coupling_rows", table)
-    trace.connection.execute("CREATE OR REPLACE TEMP TABLE coupling AS SELECT * FROM coupling_rows")
-    trace.connection.unregister("coupling_rows")
+    trace.create("coupling", pa.Table.from_pylist([asdict(row) for row in rows], schema=schema))
 
 
 def _is_float(name: str) -> bool:

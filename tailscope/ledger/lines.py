@@ -95,6 +95,4 @@ class Lines:
             [pa.array(self._ids[some]), *texts, pa.array(ns[some])],
             names=["id", "place", "component", "culprit", "ns"],
         )
-        self._trace.connection.register("new_lines", rows)
-        self._trace.connection.execute(f"INSERT INTO {self._table} SELECT * FROM new_lines")
-        self._trace.connection.unregister("new_lines")
+        self._trace.insert(self._table, rows)

@@ -72,13 +72,6 @@ FROM both_ends GROUP BY ALL
 
 
 def write_what_if(trace: Trace) -> None:
-    """Fill `what_if`: class x scenario, seconds. Empty where no profile or no token time is known."""
-    con = trace.connection
-    con.execute(_STEPS)
-    con.execute(_SAVED)
-    if not con.execute("SELECT 1 FROM duckdb_tables() WHERE table_name = 'gaps'").fetchall():
-        con.execute(
-            "CREATE OR REPLACE TEMP TABLE gaps AS SELECT 0::BIGINT AS id, '' AS klass, '' AS instance, 0::BIGINT AS engine, "
-            "0::BIGINT AS start_ns, 0::BIGINT AS end_ns WHERE false"
-        )
-    con.execute(_GAPS)
+    """Fill `what_if`: class x scenario, seconds. Empty where no profile or no token time is known. After contrast."""
+    for sql in (_STEPS, _SAVED, _GAPS):
+        trace.connection.execute(sql)

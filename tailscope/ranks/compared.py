@@ -122,16 +122,18 @@ def write_ranks(trace: Trace, scope: Scope) -> None:
     windows = find_windows(trace, scope)
     con = trace.connection
     for name, schema in FILLED.items():
-        _create(trace, name, schema.empty_table())
+        trace.create(name, schema.empty_table())
     about: list[dict[str, object]] = []
     clocks: list[dict[str, object]] = []
     for window in windows:
         waits = compare(trace, window)
         for rows in waits.tables:
-            _insert(trace, "rank_rounds", rows)
+            rows = rows.select(_ROUNDS.names)
+            # In batches, so that DuckDB's threads share the work.
+            trace.insert("rank_rounds", pa.Table.from_batches(rows.to_batches(BATCH), rows.schema))
         if waits.replayed is not None:
             for name, rows in _costs(window, waits.replayed).items():
-                _insert(trace, name, rows)
+                trace.insert(name, rows)
         about += _about(window, waits)
         clocks += [
             {
@@ -149,8 +151,8 @@ def write_ranks(trace: Trace, scope: Scope) -> None:
             }
             for profile, clock in zip(window.profiles, waits.clocks, strict=True)
         ]
-    _create(trace, "rank_windows", pa.Table.from_pylist(about, schema=_WINDOWS))
-    _create(trace, "rank_clocks", pa.Table.from_pylist(clocks, schema=_CLOCKS))
+    trace.create("rank_windows", pa.Table.from_pylist(about, schema=_WINDOWS))
+    trace.create("rank_clocks", pa.Table.from_pylist(clocks, schema=_CLOCKS))
     write_phases(trace, windows)
     for name in ("rank_steps", "step_evidence", "pauses"):
         con.execute(files(__package__).joinpath(f"{name}.sql").read_text(encoding="utf-8"))
@@ -163,15 +165,6 @@ FILLED = {
     "rank_costs": _RANK_COSTS,
     "rank_path": _RANK_PATH,
 }
-
-
-def _insert(trace: Trace, name: str, table: pa.Table) -> None:
-    con = trace.connection
-    # In batches, so that DuckDB's threads share the work.
-    rows = table.select(FILLED[name].names)
-    con.register("new_rows", pa.Table.from_batches(rows.to_batches(BATCH), rows.schema))
-    con.execute(f"INSERT INTO {name} SELECT * FROM new_rows")
-    con.unregister("new_rows")
 
 
 def _costs(window: Window, replayed: Replayed) -> dict[str, pa.Table]:
@@ -205,12 +198,6 @@ def _costs(window: Window, replayed: Replayed) -> dict[str, pa.Table]:
         name: pa.table({"window": pa.repeat(pa.scalar(window.number), len(columns[some])), **columns})
         for name, columns, some in ((n, c, next(iter(c))) for n, c in tables.items())
     }
-
-
-def _create(trace: Trace, name: str, rows: pa.Table) -> None:
-    trace.connection.register("new_rows", rows)
-    trace.connection.execute(f"CREATE OR REPLACE TEMP TABLE {name} AS SELECT * FROM new_rows")
-    trace.connection.unregister("new_rows")
 
 
 def _about(window: Window, waits: WindowWaits) -> list[dict[str, object]]:

@@ -8,7 +8,6 @@ tokens it was for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ from tailscope.ranks.placement import (
     scored_ahead,
     usual_by_chance,
 )
-from tailscope.store import Trace
+from tailscope.store import Trace, schema_of
 
 #: Windows of equally many steps that loads are followed over, at most, and the tokens an expert must have in each on
 #: average: with 64 chance moves it by an eighth.
@@ -39,47 +38,53 @@ CHANCE = 0.01
 #: Passes of which the spread by chance is computed.
 MOST_PASSES = 2_000
 
-_GAIN: dict[str, pa.DataType] = {
-    "spare": pa.int64(),
-    "before": pa.float64(),
-    "after": pa.float64(),
-    "after_age": pa.list_(pa.float64()),
-}
-_SETS: dict[str, pa.DataType] = {
-    "set": pa.int64(),
-    "instance": pa.string(),
-    "kind": pa.string(),
-    "placement": pa.string(),
-    "ranks_from": pa.string(),
-    "experts": pa.int64(),
-    "spare": pa.int64(),
-    "layers": pa.int64(),
-    "ranks": pa.int64(),
-    "steps": pa.int64(),
-    "windows": pa.int64(),
-    "tokens": pa.int64(),
-    "expert_ratio_median": pa.float64(),
-    "expert_ratio": pa.float64(),
-    "expert_by_chance": pa.float64(),
-    "expert_layer": pa.int64(),
-    "expert": pa.int64(),
-    "rank_ratio": pa.float64(),
-    "rank_ratio_worst": pa.float64(),
-    "rank_by_chance": pa.float64(),
-    "rank_layer": pa.int64(),
-    "rank": pa.int64(),
-    "pass_ratio": pa.float64(),
-    "pass_by_chance": pa.float64(),
-    "correlation": pa.list_(pa.float64()),
-    "overlap": pa.list_(pa.float64()),
-    "gains": pa.list_(pa.struct(list(_GAIN.items()))),
-}
-_RANK_LOADS: dict[str, pa.DataType] = {
-    "instance": pa.string(),
-    "layer": pa.int64(),
-    "rank": pa.int64(),
-    "load": pa.float64(),
-}
+_GAIN = schema_of(
+    {
+        "spare": pa.int64(),
+        "before": pa.float64(),
+        "after": pa.float64(),
+        "after_age": pa.list_(pa.float64()),
+    }
+)
+_SETS = schema_of(
+    {
+        "set": pa.int64(),
+        "instance": pa.string(),
+        "kind": pa.string(),
+        "placement": pa.string(),
+        "ranks_from": pa.string(),
+        "experts": pa.int64(),
+        "spare": pa.int64(),
+        "layers": pa.int64(),
+        "ranks": pa.int64(),
+        "steps": pa.int64(),
+        "windows": pa.int64(),
+        "tokens": pa.int64(),
+        "expert_ratio_median": pa.float64(),
+        "expert_ratio": pa.float64(),
+        "expert_by_chance": pa.float64(),
+        "expert_layer": pa.int64(),
+        "expert": pa.int64(),
+        "rank_ratio": pa.float64(),
+        "rank_ratio_worst": pa.float64(),
+        "rank_by_chance": pa.float64(),
+        "rank_layer": pa.int64(),
+        "rank": pa.int64(),
+        "pass_ratio": pa.float64(),
+        "pass_by_chance": pa.float64(),
+        "correlation": pa.list_(pa.float64()),
+        "overlap": pa.list_(pa.float64()),
+        "gains": pa.list_(pa.struct(list(_GAIN))),
+    }
+)
+_RANK_LOADS = schema_of(
+    {
+        "instance": pa.string(),
+        "layer": pa.int64(),
+        "rank": pa.int64(),
+        "load": pa.float64(),
+    }
+)
 
 #: Tokens by step: counts by slot are of all forward passes in one numbering, sums of each recording in its own.
 _COUNTS = f"""
@@ -157,16 +162,10 @@ def write_expert_loads(trace: Trace, scope: Scope) -> None:
         # Where slots and logical experts were both recorded, slots say more.
         if one.by_rank is not None and all(known["instance"] != one.row["instance"] for known in by_rank):
             by_rank += _rank_rows(one.row["instance"], one.by_rank.sum(axis=0))
-    _create(trace, "expert_sets", rows, _SETS)
-    _create(trace, "expert_rank_loads", by_rank, _RANK_LOADS)
+    trace.create("expert_sets", pa.Table.from_pylist(rows, schema=_SETS))
+    trace.create("expert_rank_loads", pa.Table.from_pylist(by_rank, schema=_RANK_LOADS))
     trace.connection.execute(sql_of(__package__, "expert_work"))
     trace.connection.execute("DROP TABLE expert_counts; DROP TABLE expert_steps")
-
-
-def _create(trace: Trace, name: str, rows: list[dict[str, Any]], columns: Mapping[str, pa.DataType]) -> None:
-    trace.connection.register("new_rows", pa.Table.from_pylist(rows, schema=pa.schema(list(columns.items()))))
-    trace.connection.execute(f"CREATE OR REPLACE TEMP TABLE {name} AS SELECT * FROM new_rows")
-    trace.connection.unregister("new_rows")
 
 
 def _recorded(trace: Trace, found: dict[str, Any]) -> _Set:

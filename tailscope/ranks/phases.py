@@ -22,7 +22,7 @@ on a CPU, where much of the work is in no op, all of the time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
@@ -35,7 +35,7 @@ from tailscope.ranks.groups import BESIDE
 from tailscope.ranks.sequence import UNKNOWN, Ints
 from tailscope.ranks.windows import Profile, Window
 from tailscope.scan import quote
-from tailscope.store import Trace
+from tailscope.store import Trace, schema_of
 
 #: Phases by who hides whom: communication behind computing, and computing that overlaps behind what comes first.
 ON_GPU = ("router", "expert", "attention", "moe", "other", "dispatch", "combine", "collective")
@@ -48,11 +48,7 @@ _GPU_SQL = "('kernel', 'gpu_memcpy', 'gpu_memset')"
 _NO_OP_SQL = "('python_function', 'cuda_runtime', 'cuda_driver', 'hip_runtime', 'hip_driver', 'overhead', 'gpu_user_annotation')"
 
 
-def _schema(columns: Mapping[str, pa.DataType]) -> pa.Schema:
-    return pa.schema(list(columns.items()))
-
-
-_PHASES = _schema(
+_PHASES = schema_of(
     {
         "window": pa.int64(),
         "rank": pa.int64(),
@@ -65,7 +61,7 @@ _PHASES = _schema(
         "hidden_ns": pa.int64(),
     }
 )
-_IDLE = _schema(
+_IDLE = schema_of(
     {
         "window": pa.int64(),
         "rank": pa.int64(),
@@ -83,7 +79,7 @@ _IDLE = _schema(
         "cpu_step_ns": pa.int64(),
     }
 )
-_KERNEL_COUNTS = _schema(
+_KERNEL_COUNTS = schema_of(
     {"window": pa.int64(), "rank": pa.int64(), "kernels": pa.int64(), "unlaunched": pa.int64()}
 )
 _TABLES = {"rank_phases": _PHASES, "rank_idle": _IDLE, "rank_kernels": _KERNEL_COUNTS}
@@ -116,19 +112,14 @@ GROUP BY iteration
 
 def write_phases(trace: Trace, windows: Sequence[Window]) -> None:
     """Fill `rank_phases`, `rank_idle` and `rank_kernels`. Cost is linear in events but for sorting; a few ranks are in memory at a time."""
-    con = trace.connection
     for name, schema in _TABLES.items():
-        con.register("new_rows", schema.empty_table())
-        con.execute(f"CREATE OR REPLACE TEMP TABLE {name} AS SELECT * FROM new_rows")
-        con.unregister("new_rows")
+        trace.create(name, schema.empty_table())
     mine = iter([(window, profile) for window in windows for profile in window.profiles])
     with ThreadPoolExecutor(BESIDE) as pool:
         while some := list(islice(mine, BESIDE)):
             for tables in pool.map(lambda pair: _of_rank(trace, *pair), some):
                 for name, rows in zip(_TABLES, tables, strict=True):
-                    con.register("new_rows", rows)
-                    con.execute(f"INSERT INTO {name} SELECT * FROM new_rows")
-                    con.unregister("new_rows")
+                    trace.insert(name, rows)
 
 
 def _of_rank(trace: Trace, window: Window, profile: Profile) -> tuple[pa.Table, pa.Table, pa.Table]:

@@ -103,27 +103,19 @@ def packed(weights: Floats, packs: int) -> Ints:
     return pack
 
 
-def balanced(loads: Floats, ranks: int, slots: int, nodes: int = 1) -> Ints:
+def balanced(loads: Floats, ranks: int, slots: int) -> Ints:
     """A placement fitted to `loads`, layers x experts: `slots` in all, a multiple of `ranks`, at least one for each expert.
 
-    With `nodes`, experts are first divided among the nodes, and replicated and placed within each, so that a token's
-    copies cross the slow network once; ranks, slots and experts must be multiples of it. In a layer where this is no better
-    than the contiguous placement, which happens where that is even already, the contiguous one stays.
+    In a layer where this is no better than the contiguous placement, which happens where that is even already, the
+    contiguous one stays.
     """
     layers, experts = loads.shape
-    if slots % ranks or slots < experts or ranks % nodes or experts % nodes:
-        raise ValueError(f"{slots} slots for {experts} experts on {ranks} ranks of {nodes} nodes")
-    node = packed(loads, nodes)
-    members = np.argsort(node, axis=1, kind="stable").reshape(layers * nodes, -1)
-    own = np.take_along_axis(np.repeat(loads, nodes, axis=0), members, axis=1)
-    replicas = replicated(own, slots // nodes)
-    weights = own / replicas
-    copies = np.repeat(
-        np.tile(np.arange(experts // nodes), (layers * nodes, 1)).reshape(-1), replicas.reshape(-1)
-    ).reshape(layers * nodes, -1)
-    pack = packed(np.take_along_axis(weights, copies, axis=1), ranks // nodes)
-    by_pack = np.take_along_axis(copies, np.argsort(pack, axis=1, kind="stable"), axis=1)
-    placement = np.take_along_axis(members, by_pack, axis=1).reshape(layers, slots)
+    if slots % ranks or slots < experts:
+        raise ValueError(f"{slots} slots for {experts} experts on {ranks} ranks")
+    replicas = replicated(loads, slots)
+    copies = np.repeat(contiguous(layers, experts).reshape(-1), replicas.reshape(-1)).reshape(layers, slots)
+    pack = packed(np.take_along_axis(loads / replicas, copies, axis=1), ranks)
+    placement = np.take_along_axis(copies, np.argsort(pack, axis=1, kind="stable"), axis=1)
     return _unless_worse(loads, placement, ranks, slots)
 
 
@@ -152,11 +144,6 @@ class Gain:
     after: float
     #: The same where the placement is so many windows old: 1 fresh, up to the longest that was seen.
     after_age: tuple[float, ...]
-
-    @property
-    def saved(self) -> float:
-        """Share of the busiest ranks' tokens that goes away."""
-        return 1 - self.after / self.before
 
 
 def scored_ahead(loads: Floats, busiest: Floats, ranks: int, spare: int) -> Gain | None:
