@@ -14,7 +14,7 @@ from tailscope.errors import BadInput, UsageError
 from tailscope.parts import SourceWriter
 from tailscope.scan import types_of
 from tailscope.schema import BY_NAME, ITERATIONS, REQUESTS, SERIES, SOURCES, TABLES
-from tailscope.store import Trace
+from tailscope.store import Trace, schema_of
 
 
 def identity(number: int) -> str:
@@ -250,6 +250,26 @@ def test_tables_are_relations_that_do_not_block_each_other(tmp_path: Path) -> No
         relation = trace.iterations
     with pytest.raises(duckdb.Error):
         relation.fetchall()
+
+
+def test_temporary_tables_are_made_and_filled_by_name(tmp_path: Path) -> None:
+    schema = schema_of({"a": pa.int64(), "b": pa.string()})
+    with tailscope.open(write(tmp_path / "t.parquet")) as trace:
+        trace.create("made", schema.empty_table())
+        trace.insert("made", pa.table({"b": ["x", "y"], "a": [1, 2]}))
+        trace.insert("made", pa.table({"a": [3]}))
+        with pytest.raises(duckdb.Error):
+            trace.insert("made", pa.table({"c": [4]}))
+        # Of what failed nothing is left that a next one would take for its rows.
+        with pytest.raises(duckdb.Error):
+            trace.rows("FROM new_rows")
+        assert trace.rows("SELECT a, b FROM made ORDER BY a") == [
+            {"a": 1, "b": "x"},
+            {"a": 2, "b": "y"},
+            {"a": 3, "b": None},
+        ]
+        trace.create("made", pa.table({"c": [5]}))
+        assert trace.rows("FROM made") == [{"c": 5}]
 
 
 def test_options_that_duckdb_refuses(tmp_path: Path) -> None:
