@@ -39,7 +39,13 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
 def window_decision(rows: Sequence[Row], limits: Mapping[str, float]) -> Decision:
     """What one window of profiles says."""
     window = rows[0]
+    if window["no_link"]:
+        return Decision(
+            "clear", "the ranks' processes are on one host and speak by gloo: there is no link between them"
+        )
     if not window["steps"]:
+        if window["world_size"] == 1:
+            return Decision("clear", "one rank: no link")
         if window["missing"]:
             return Decision(
                 "inconclusive",

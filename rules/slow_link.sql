@@ -4,8 +4,11 @@
 WITH windows AS (
     SELECT "window", any_value(world) AS world, any_value(world_size) AS world_size, any_value(missing) AS missing,
            count(DISTINCT rank) FILTER (WHERE used) AS present, any_value(collectives) AS collectives, any_value(unmatched) AS unmatched,
-           min(first_ns) AS first_ns, max(last_ns) AS last_ns
-    FROM rank_windows GROUP BY "window"
+           -- Gloo moves bytes between processes of one host by their own threads: no link is in it.
+           coalesce(count(DISTINCT host) = 1 AND bool_and(backend LIKE '%gloo%' AND backend NOT LIKE '%nccl%'), false) AS no_link,
+           min(w.first_ns) AS first_ns, max(w.last_ns) AS last_ns
+    FROM rank_windows w LEFT JOIN (SELECT source, any_value(host) AS host, any_value(backend) AS backend FROM profiles GROUP BY source) USING (source)
+    GROUP BY "window"
 ),
 lengths AS (
     SELECT "window", count(*) AS steps, sum(replayed_ns) AS replayed_ns FROM step_replays GROUP BY "window"

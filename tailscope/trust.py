@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any
 
 from tailscope.ledger.bills import Ledger
@@ -229,7 +230,15 @@ def _ranks(trace: Trace) -> list[Trust]:
         "SELECT basis, max(error_ns) AS error_ns, max(abs(offset_ns)) AS offset_ns FROM rank_clocks "
         "WHERE basis <> 'none' GROUP BY basis ORDER BY error_ns DESC LIMIT 1"
     )
-    if clocks and collectives:
+    if clocks and collectives and not isfinite(clocks[0]["error_ns"]):
+        found.append(
+            Trust(
+                "clock-quality",
+                "warn",
+                "nothing tells the clocks of all ranks: too few collectives in common",
+            )
+        )
+    elif clocks and collectives:
         clock = clocks[0]
         text = f"clocks of the ranks are known to {clock['error_ns'] / 1e6:.3g} ms ({clock['basis']})"
         if clock["offset_ns"] > clock["error_ns"]:

@@ -950,3 +950,33 @@ def test_steps_stopped_by_the_profiler_are_nobodys_fault(read: Callable[[Path], 
     [e2e] = [row for row in of.diagnosis.classes if (row.klass, row.metric) == ("<512", "E2E")]
     assert e2e.excess["pause"] > 0.9 * (e2e.excess_s or 0.0)
     assert abs(e2e.excess["unexplained"]) < 0.05 * (e2e.excess_s or 0.0)
+
+
+def test_a_profile_without_collectives_among_others(tmp_path: Path) -> None:
+    """Of what the rank did beside the others nothing is known; the others' rounds are still told."""
+    tables = rank_worlds.tables(World(ranks=3, steps=4, hosts=HOSTS[:3]))
+    events = tables["rank_events"]
+    tables["rank_events"] = events.filter(
+        pc.invert(pc.and_(pc.equal(events["rank"], 2), pc.is_valid(events["collective"])))
+    )
+    with Trace(worlds.write(tmp_path / "t", tables), threads=1) as trace:
+        diagnosis = diagnose(trace, Config())
+        ranks = {r["rank"] for r in trace.rows("FROM rank_rounds")}
+    assert ranks == {0, 1}
+    assert {c.status for c in diagnosis.checks if c.rule in ("straggler-rank", "slow-link")} <= {
+        "inconclusive",
+        "no-data",
+    }
+
+
+def test_collectives_at_one_time_are_judged_by_nobody(tmp_path: Path) -> None:
+    tables = rank_worlds.tables(World(ranks=3, steps=4, hosts=HOSTS[:3]))
+    events = tables["rank_events"]
+    for name, value in (("start_ns", events["start_ns"][0].as_py()), ("duration_ns", 0)):
+        index = events.schema.get_field_index(name)
+        events = events.set_column(index, name, pa.array([value] * events.num_rows, pa.int64()))
+    tables["rank_events"] = events
+    with Trace(worlds.write(tmp_path / "t", tables), threads=1) as trace:
+        diagnosis = diagnose(trace, Config())
+    assert not diagnosis.findings
+    assert "failed" not in {c.status for c in diagnosis.checks}

@@ -167,6 +167,8 @@ def _offset(one: Sequence, other: Sequence, block: Ints, shared_clock: bool) -> 
     #: So many agree at any offset.
     by_chance = [float(len(block) * w / gap) for w in widths]
     more = [float(np.max(c)) - b for c, b in zip(counts, by_chance, strict=True)]
+    if max(more) <= 0:
+        return None
     chosen = next(i for i, m in enumerate(more) if m >= 0.8 * max(more))
     count, width = counts[chosen], widths[chosen]
     enough = min(LEAST_AGREE, len(block), high - low)

@@ -127,11 +127,8 @@ def _met(group: Group, ranks: list[RankCollectives]) -> Rounds:
 
 
 def _exits(rounds: Sequence[Rounds], ranks: list[RankCollectives]) -> list[Floats]:
-    """For each rank, by collective: how much later than the others it left, 0 where nobody else is known; negative: sooner.
-
-    One place more than collectives, so that that before a collective can be looked up: [-1] is before the first.
-    """
-    exits = [np.zeros(len(rank.start_ns) + 1) for rank in ranks]
+    """For each rank, by collective: how much later than the others it left, 0 where nobody else is known; negative: sooner."""
+    exits = [np.zeros(len(rank.start_ns)) for rank in ranks]
     for r in rounds:
         end = gather(r.group, [rank.end_ns for rank in ranks])
         # The median of two is half-way between them.
@@ -181,8 +178,8 @@ def _table(
     own = np.clip(np.nan_to_num(np.minimum(caused, work_late - work_others), nan=0.0), 0.0, None)
     own[~np.isfinite(work_late)] = 0.0
     # What made it late beside its work: it left the collective before later than the others.
-    before = [of_rank[place - 1] for place, of_rank in zip(group.place, exits, strict=True)]
-    left = np.clip(np.minimum(caused - own, np.array(before)[late, every]), 0.0, None)
+    before = gather(Group(group.name, group.complete, group.place - 1), exits, missing=0.0)
+    left = np.clip(np.minimum(caused - own, before[late, every]), 0.0, None)
     verdict = verdicts(stay, last - start, rounds.transfer_ns, float(error.max()))
     phase, in_phase = _late_phase(group, ranks, late, work_late, work_others)
     row, column = np.nonzero(present)
