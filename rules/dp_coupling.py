@@ -6,7 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Threshold, severity_of
+from tailscope.model import (
+    Decision,
+    Evidence,
+    Finding,
+    Party,
+    Remedy,
+    Rows,
+    Rule,
+    Threshold,
+    severity_of,
+    summed_up,
+)
 
 from . import _prefill, _tails
 from ._tails import Row, Tail
@@ -25,24 +36,14 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
     ]
     # Where there are requests to hurt, their tails decide.
     if windows and (first["lane"] is None or not first["classes"]):
-        return summed_up(windows)
+        return summed_up(windows, RULE.missing)
     if first["lane"] is None:
         if (first["most_engines"] or 1) < 2:
             return Decision("clear", "each instance has one engine")
         if first["fewest_steps"] < FEW_STEPS:
             return Decision("no-data", "too few steps to see whether the engines step together")
         return Decision("clear", "the engines of an instance do not step together")
-    return summed_up([lane_decision(row, limits) for row in rows])
-
-
-def summed_up(decisions: Sequence[Decision]) -> Decision:
-    findings = tuple(finding for decision in decisions for finding in decision.findings)
-    for status in ("found", "inconclusive", "clear", "no-data"):
-        chosen = [decision for decision in decisions if decision.status == status]
-        if chosen:
-            reasons = dict.fromkeys(decision.reason for decision in chosen)
-            return Decision(chosen[0].status, "; ".join(list(reasons)[:3]), findings)
-    raise AssertionError("each decision has one of these")
+    return summed_up([lane_decision(row, limits) for row in rows], RULE.missing)
 
 
 def by_ranks(rows: Sequence[Row], instances: int, limits: Mapping[str, float]) -> Decision:

@@ -7,22 +7,15 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from scipy import stats
 
-from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Threshold
+from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Threshold, summed_up
 
 from . import _tails
 from ._tails import Row
 
 
 def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
-    if not rows:
-        return Decision("no-data", RULE.missing)
     decisions = [lane_decision(row, limits) for row in rows]
-    findings = tuple(finding for decision in decisions for finding in decision.findings)
-    for status in ("found", "inconclusive", "clear", "no-data"):
-        chosen = [decision.reason for decision in decisions if decision.status == status]
-        if chosen:
-            return Decision(status, "; ".join(list(dict.fromkeys(chosen))[:3]), findings)
-    raise AssertionError("a lane has one of these")
+    return summed_up(decisions, RULE.missing)
 
 
 def lane_decision(lane: Row, limits: Mapping[str, float]) -> Decision:

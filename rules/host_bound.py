@@ -8,7 +8,18 @@ from itertools import groupby
 import numpy as np
 from scipy import stats
 
-from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Threshold, severity_of
+from tailscope.model import (
+    Decision,
+    Evidence,
+    Finding,
+    Party,
+    Remedy,
+    Rows,
+    Rule,
+    Threshold,
+    severity_of,
+    summed_up,
+)
 
 from . import _tails
 from ._tails import Row
@@ -26,12 +37,7 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
             rows, key=lambda r: (r["on_gpu"], r["window"], r["instance"], r["window"] is None and r["engine"])
         )
     ]
-    findings = tuple(finding for decision in decisions for finding in decision.findings)
-    for status in ("found", "clear", "no-data"):
-        chosen = [decision.reason for decision in decisions if decision.status == status]
-        if chosen:
-            return Decision(status, "; ".join(list(dict.fromkeys(chosen))[:3]), findings)
-    raise AssertionError("a window has one of these")
+    return summed_up(decisions, RULE.missing)
 
 
 def together(ranks: Sequence[Row], limits: Mapping[str, float]) -> Decision:

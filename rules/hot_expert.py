@@ -18,6 +18,7 @@ from tailscope.model import (
     Severity,
     Threshold,
     severity_of,
+    summed_up,
 )
 
 from ._expert_loads import Row, balance_decision, estimate_limits, load_decision, load_evidence
@@ -36,13 +37,7 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
         decisions = [load_decision(RULE, load, limits["uneven"]) for load in loads]
     if not decisions:
         decisions = [balance_decision(balance, limits["uneven"]) for balance in balances]
-    for status in ("found", "inconclusive", "clear"):
-        chosen = [decision for decision in decisions if decision.status == status]
-        if chosen:
-            findings = tuple(f for decision in decisions for f in decision.findings)
-            reasons = dict.fromkeys(decision.reason for decision in chosen)
-            return Decision(chosen[0].status, "; ".join(list(reasons)[:3]), findings)
-    return Decision("no-data", RULE.missing)
+    return summed_up(decisions, RULE.missing)
 
 
 def window_decision(window: Row, loads: Sequence[Row], limits: Mapping[str, float]) -> Decision:

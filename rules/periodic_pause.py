@@ -9,7 +9,7 @@ import numpy as np
 from scipy import stats
 
 from tailscope import rhythm
-from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Threshold
+from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Threshold, summed_up
 
 from . import _tails
 from ._tails import Row
@@ -19,15 +19,8 @@ KNOWN = {"eplb": "EPLB", "rearrang": "EPLB", "profil": "the profiler", "jit": "J
 
 
 def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
-    if not rows:
-        return Decision("no-data", RULE.missing)
     decisions = [lane_decision(list(lane), limits) for _, lane in groupby(rows, key=lambda r: r["lane"])]
-    findings = tuple(finding for decision in decisions for finding in decision.findings)
-    for status in ("found", "inconclusive", "clear", "no-data"):
-        chosen = [decision.reason for decision in decisions if decision.status == status]
-        if chosen:
-            return Decision(status, "; ".join(list(dict.fromkeys(chosen))[:3]), findings)
-    raise AssertionError("a lane has one of these")
+    return summed_up(decisions, RULE.missing)
 
 
 def lane_decision(rows: Sequence[Row], limits: Mapping[str, float]) -> Decision:

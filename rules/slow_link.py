@@ -18,6 +18,7 @@ from tailscope.model import (
     Rule,
     Threshold,
     severity_of,
+    summed_up,
 )
 
 Row = Mapping[str, Any]
@@ -27,13 +28,7 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
     decisions = [
         window_decision(list(window), limits) for _, window in groupby(rows, key=lambda r: r["window"])
     ]
-    findings = tuple(finding for decision in decisions for finding in decision.findings)
-    for status in ("found", "inconclusive", "clear"):
-        chosen = [decision for decision in decisions if decision.status == status]
-        if chosen:
-            reasons = dict.fromkeys(decision.reason for decision in chosen)
-            return Decision(chosen[0].status, "; ".join(list(reasons)[:3]), findings)
-    return Decision("no-data", RULE.missing)
+    return summed_up(decisions, RULE.missing)
 
 
 def window_decision(rows: Sequence[Row], limits: Mapping[str, float]) -> Decision:

@@ -22,6 +22,7 @@ from tailscope.model import (
     Severity,
     Threshold,
     severity_of,
+    summed_up,
 )
 from tailscope.stats import allows_quantile, change_point, quantile_interval, uncorrelated
 
@@ -41,13 +42,7 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
     decisions = [
         unless_missing(list(window), all_ns, limits) for _, window in groupby(rows, key=lambda r: r["window"])
     ]
-    findings = [finding for decision in decisions for finding in decision.findings]
-    for status in ("found", "inconclusive", "clear"):
-        chosen = [decision for decision in decisions if decision.status == status]
-        if chosen:
-            reasons = dict.fromkeys(decision.reason for decision in chosen)
-            return Decision(chosen[0].status, "; ".join(list(reasons)[:3]), tuple(findings))
-    return Decision("no-data", RULE.missing)
+    return summed_up(decisions, RULE.missing)
 
 
 def unless_missing(rows: Sequence[Row], all_ns: int, limits: Mapping[str, float]) -> Decision:

@@ -136,6 +136,22 @@ class Decision:
     findings: tuple[Finding, ...] = ()
 
 
+#: Reasons of parts of a trace that are told of.
+MOST_REASONS = 3
+
+
+def summed_up(decisions: Sequence[Decision], missing: str) -> Decision:
+    """What parts of a trace that were judged apart say together: found where one is, else inconclusive where one is, else
+    clear; `missing` where there are none."""
+    findings = tuple(finding for decision in decisions for finding in decision.findings)
+    statuses: tuple[CheckStatus, ...] = ("found", "inconclusive", "clear", "no-data")
+    for status in statuses:
+        reasons = dict.fromkeys(decision.reason for decision in decisions if decision.status == status)
+        if reasons:
+            return Decision(status, "; ".join(list(reasons)[:MOST_REASONS]), findings)
+    return Decision("no-data", missing)
+
+
 Rows = Sequence[Mapping[str, Any]]
 
 

@@ -69,10 +69,15 @@ def run_all(todo: list[Job], processes: int) -> dict[str, list[Any]]:
     return results
 
 
-def scored(results: dict[str, list[Any]], seconds: float, short: bool) -> dict[str, Any]:
+def scored(
+    results: dict[str, list[Any]], seconds: float, short: bool, null_rows: list[Any] | None
+) -> dict[str, Any]:
+    """The result to store. `null_rows`: those to keep instead of what null worlds were played."""
     failed = list(results.get("failed", []))
     try:
-        null_rows = nulls.summarise([r for test in nulls.TESTS for r in results.get(test.__name__, [])])
+        null_rows = null_rows or nulls.summarise(
+            [r for test in nulls.TESTS for r in results.get(test.__name__, [])]
+        )
     except ValueError as error:
         null_rows = []
         failed.append({"job": "nulls.summarise", "error": str(error)})
@@ -102,15 +107,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--short", action="store_true", help="a few worlds of each kind, nothing stored")
     parser.add_argument("--odd", action="store_true", help="the seeds for tuning")
+    parser.add_argument(
+        "--keep-nulls",
+        action="store_true",
+        help="keep what is stored of the null worlds: they test the statistics alone, whatever the rules say",
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--output", type=Path, help="store the result here instead of in docs/")
     arguments = parser.parse_args()
     counts, null_worlds = (SHORT, SHORT_NULLS) if arguments.short else (FULL, FULL_NULLS)
+    kept = json.loads(STORED.read_text(encoding="utf-8"))["nulls"] if arguments.keep_nulls else None
+    null_worlds = 0 if kept else null_worlds
     began = time.monotonic()
     # What runs at every change must not be what the page reports.
     odd = arguments.odd or arguments.short
     results = run_all(list(jobs(counts, null_worlds, odd)), arguments.processes)
-    result = scored(results, time.monotonic() - began, arguments.short)
+    result = scored(results, time.monotonic() - began, arguments.short, kept)
     text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
     if arguments.output is not None:
         arguments.output.write_text(text, encoding="utf-8")
