@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tailscope.model import Party, Severity, Threshold, severity_of
+from tailscope.model import Evidence, Party, Severity, Threshold, severity_of
 
 Row = Mapping[str, Any]
 
@@ -34,6 +34,54 @@ class Tail:
     @property
     def share(self) -> float:
         return min(1.0, max(0.0, self.seconds / self.excess_s))
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a class's tail that a finding explains, where the whole component is told of in a row (`component_tails`)."""
+
+    klass: str
+    metric: str
+    seconds: float
+    excess_s: float
+    slo_broken: bool
+    tail_rule: str
+
+    @property
+    def share(self) -> float:
+        return self.seconds / self.excess_s
+
+    @property
+    def victim(self) -> Party:
+        return Party("class", self.klass, {"metric": self.metric})
+
+    @property
+    def explains(self) -> dict[str, float]:
+        return {f"{self.klass}\t{self.metric}": self.seconds}
+
+    def evidence(self, what: str) -> Evidence:
+        text = f"{self.klass} {self.metric}: {self.seconds:.3g} s of {self.excess_s:.3g} s excess ({self.tail_rule}) is {what}"
+        return Evidence(text, {"seconds": self.seconds, "excess_s": self.excess_s})
+
+
+def part_of(row: Row, share: float) -> Part | None:
+    """`share` of a component's seconds in the tail that it is most of; None where there are none."""
+    if not row["excess_s"] or not row["component_s"] or not share:
+        return None
+    seconds = min(row["excess_s"], row["component_s"] * min(1.0, share))
+    return Part(
+        row["tail_class"],
+        row["tail_metric"],
+        seconds,
+        row["excess_s"],
+        bool(row["slo_broken"]),
+        row["tail_rule"],
+    )
+
+
+def severity_by(share: float, part: Part | None) -> Severity:
+    """By the share of the steps' time that something cost, or of a class's tail, whichever is more."""
+    return severity_of(max(share, part.share if part else 0.0), bool(part and part.slo_broken))
 
 
 def tails(hurt: Iterable[Sequence[Row] | None], classes: Sequence[Row] | None) -> list[Tail]:

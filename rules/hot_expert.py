@@ -17,11 +17,11 @@ from tailscope.model import (
     Rule,
     Severity,
     Threshold,
-    severity_of,
     summed_up,
 )
 
 from ._expert_loads import Row, balance_decision, estimate_limits, load_decision, load_evidence
+from ._tails import Part, part_of, severity_by
 
 #: Layers and ranks that are named.
 NAMED = 5
@@ -97,8 +97,8 @@ def not_the_tokens(window: Row, share: float, middle: float) -> str:
 
 
 def hot(window: Row, load: Row | None, saved: float, shares: tuple[float, float, float]) -> Finding:
-    tail = tail_share(window)
-    severity = severity_of(max(saved, tail or 0.0), bool(window["slo_broken"]) and tail is not None)
+    tail = tail_of(window)
+    severity = severity_by(saved, tail)
     ratio = window["most"] / window["mean_tokens"]
     stays = min(1.0, window["fixed_tokens"] / max(window["most"] - window["mean_tokens"], 1e-9))
     culprit, name = who(window, load)
@@ -147,14 +147,8 @@ def hot(window: Row, load: Row | None, saved: float, shares: tuple[float, float,
         if r["idle_ns"] > 0 and not (culprit.kind == "rank" and str(r["rank"]) == culprit.id)
     ][:8]
     if tail:
-        victims.append(Party("class", window["tail_class"], {"metric": window["tail_metric"]}))
-        text = (
-            f"{window['tail_class']} {window['tail_metric']}: {tail * window['excess_s']:.3g} s of {window['excess_s']:.3g} s excess "
-            f"({window['tail_rule']}) is waiting for it"
-        )
-        evidence.append(
-            Evidence(text, {"waited_s": tail * window["excess_s"], "excess_s": window["excess_s"]})
-        )
+        victims.append(tail.victim)
+        evidence.append(tail.evidence("waiting for it"))
     return Finding(
         rule=RULE.name,
         status="found",
@@ -163,16 +157,14 @@ def hot(window: Row, load: Row | None, saved: float, shares: tuple[float, float,
         title=f"{name} gets {ratio_of(window):.1f} x the mean tokens, and {window['ranks'] - 1} ranks wait for its experts",
         culprit=culprit,
         victims=tuple(victims),
-        share_of_tail=tail,
+        share_of_tail=tail.share if tail else None,
         window_ns=(window["first_ns"], window["last_ns"]),
         evidence=tuple(evidence),
         counter_evidence=tuple(counter),
         remedies=remedies(severity, load, recorded or stays >= 0.5),
         confirm_by=RULE.confirm_by,
         claims="waiting for ranks",
-        explains={f"{window['tail_class']}\t{window['tail_metric']}": tail * window["excess_s"]}
-        if tail
-        else {},
+        explains=tail.explains if tail else {},
     )
 
 
@@ -229,17 +221,9 @@ def layer_evidence(place: Row) -> Evidence:
     )
 
 
-def tail_share(window: Row) -> float | None:
-    """Share of a class's excess spent waiting for hot experts: of the wait that late ranks caused, at most all."""
-    if (
-        not window["excess_s"]
-        or not window["straggler_s"]
-        or not window["all_own_ns"]
-        or not window["saved_ns"]
-    ):
-        return None
-    part = min(1.0, window["saved_ns"] / window["all_own_ns"])
-    return float(min(1.0, window["straggler_s"] / window["excess_s"] * part))
+def tail_of(window: Row) -> Part | None:
+    """What of a class's tail is waiting for hot experts: of the wait that late ranks caused, at most all."""
+    return part_of(window, (window["saved_ns"] or 0) / window["all_own_ns"]) if window["all_own_ns"] else None
 
 
 def remedies(severity: Severity, load: Row | None, stays: bool) -> tuple[Remedy, ...]:

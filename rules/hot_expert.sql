@@ -138,13 +138,7 @@ windows AS (
            min(first_ns) AS first_ns, max(last_ns) AS last_ns
     FROM rank_windows GROUP BY "window"
 ),
-tail AS (
-    SELECT e.klass, e.metric, sum(e.excess_s) AS straggler_s, any_value(k.excess_s) AS excess_s, any_value(k.slo_broken) AS slo_broken,
-           any_value(k.tail_rule) AS tail_rule
-    FROM excess e JOIN class_rows k ON k.klass = e.klass AND k.metric = e.metric
-    WHERE e.component = 'straggler_wait' AND k.excess_s > 0 GROUP BY e.klass, e.metric HAVING straggler_s > 0
-    ORDER BY straggler_s / any_value(k.excess_s) DESC, e.klass LIMIT 1
-),
+tail AS (SELECT * EXCLUDE (component) FROM component_tails WHERE component = 'straggler_wait'),
 balance AS (
     SELECT coalesce(m.instance, '') AS instance, s.name, count(*) AS samples, median(m.value) AS usual, min(m.value) AS worst
     FROM metrics m JOIN (SELECT DISTINCT series, name FROM series WHERE name IN ('log:eplb_balancedness', 'log:sglang_expert_balancedness')) s USING (series)
@@ -153,7 +147,7 @@ balance AS (
 SELECT 'work' AS told_by, w.*, t.* EXCLUDE ("window"), p.steps, p.step_ns, s.* EXCLUDE ("window"), v.saved_ns, f.fixed_tokens, l.places, i.idle,
        (SELECT bool_or(k.recorded) FROM expert_work k WHERE k."window" = w."window") AS recorded,
        (SELECT sum(own_ns) FROM rank_rounds) AS all_own_ns,
-       c.klass AS tail_class, c.metric AS tail_metric, c.straggler_s, c.excess_s, c.slo_broken, c.tail_rule
+       c.*
 FROM windows w JOIN totals t USING ("window")
 LEFT JOIN spans p USING ("window") LEFT JOIN per_token s USING ("window") LEFT JOIN evened v USING ("window")
 LEFT JOIN fixed f USING ("window") LEFT JOIN places l USING ("window") LEFT JOIN idle i USING ("window") LEFT JOIN tail c ON true

@@ -17,9 +17,10 @@ from tailscope.model import (
     Rows,
     Rule,
     Threshold,
-    severity_of,
     summed_up,
 )
+
+from ._tails import part_of, severity_by
 
 Row = Mapping[str, Any]
 
@@ -181,12 +182,11 @@ def finding(
 ) -> Finding:
     # Only what a transfer took beyond the usual is in a bill as that; who waits for a link waits for a rank, to the ledger.
     part = (row["slow_ns"] or 0) / row["all_slow_ns"] if row["rank"] is None and row["all_slow_ns"] else 0.0
-    tail = min(1.0, part * row["slow_s"] / row["excess_s"]) if row["excess_s"] and row["slow_s"] else None
+    tail = part_of(row, part)
     victims = [Party("rank", str(rank)) for rank in waiting[:8]]
     if tail:
-        victims.append(Party("class", row["tail_class"], {"metric": row["tail_metric"]}))
-        text = f"{row['tail_class']} {row['tail_metric']}: {tail * row['excess_s']:.3g} s of {row['excess_s']:.3g} s excess ({row['tail_rule']}) is slow transfer"
-        evidence.append(Evidence(text, {"slow_s": tail * row["excess_s"], "excess_s": row["excess_s"]}))
+        victims.append(tail.victim)
+        evidence.append(tail.evidence("slow transfer"))
     if row["missing"]:
         counter.append(
             Evidence(f"{row['missing']} of {row['world_size']} ranks have no profile in this window")
@@ -194,18 +194,18 @@ def finding(
     return Finding(
         rule=RULE.name,
         status="found",
-        severity=severity_of(max(share, tail or 0.0), bool(tail and row["slo_broken"])),
+        severity=severity_by(share, tail),
         basis="measured",
         title=title,
         culprit=Party("link", link, {"world": row["world"]}),
         victims=tuple(victims),
-        share_of_tail=tail,
+        share_of_tail=tail.share if tail else None,
         window_ns=(row["first_ns"], row["last_ns"]),
         evidence=tuple(evidence),
         counter_evidence=tuple(counter),
         remedies=RULE.remedies,
         confirm_by=RULE.confirm_by,
-        explains={f"{row['tail_class']}\t{row['tail_metric']}": tail * row["excess_s"]} if tail else {},
+        explains=tail.explains if tail else {},
     )
 
 

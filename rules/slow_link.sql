@@ -74,16 +74,9 @@ groups AS (
 ),
 -- What all slow transfers of the trace took beyond the usual: a finding's part of a class's tail is its part of that.
 beyond AS (SELECT sum(slow_ns) AS all_slow_ns FROM rounds WHERE is_last),
-tail AS (
-    SELECT e.klass, e.metric, sum(e.excess_s) AS slow_s, any_value(k.excess_s) AS excess_s, any_value(k.slo_broken) AS slo_broken,
-           any_value(k.tail_rule) AS tail_rule
-    FROM excess e JOIN class_rows k ON k.klass = e.klass AND k.metric = e.metric
-    WHERE e.component = 'slow_transfer' AND k.excess_s > 0 GROUP BY e.klass, e.metric HAVING slow_s > 0
-    ORDER BY slow_s / any_value(k.excess_s) DESC, e.klass LIMIT 1
-),
+tail AS (SELECT * EXCLUDE (component) FROM component_tails WHERE component = 'slow_transfer'),
 about AS (
-    SELECT w.*, n.steps, n.replayed_ns, c.by_ends, f.klass AS tail_class, f.metric AS tail_metric, f.slow_s, f.excess_s, f.slo_broken,
-           f.tail_rule, d.all_slow_ns
+    SELECT w.*, n.steps, n.replayed_ns, c.by_ends, f.*, d.all_slow_ns
     FROM windows w LEFT JOIN lengths n USING ("window") LEFT JOIN clocks c USING ("window") LEFT JOIN tail f ON true CROSS JOIN beyond d
 )
 SELECT a.*, r."group" AS rank_group, r.kind AS rank_kind, r.* EXCLUDE ("window", "group", kind)

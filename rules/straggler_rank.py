@@ -21,10 +21,11 @@ from tailscope.model import (
     Rule,
     Severity,
     Threshold,
-    severity_of,
     summed_up,
 )
 from tailscope.stats import allows_quantile, change_point, quantile_interval, uncorrelated
+
+from ._tails import Part, part_of, severity_by
 
 Row = Mapping[str, Any]
 #: From this many other ranks on their spread says what is ordinary.
@@ -95,7 +96,7 @@ def window_decision(rows: Sequence[Row], all_ns: int, limits: Mapping[str, float
     chance = by_chance(rows, worst)
     share = worst["own_ns"] / window["step_ns"]
     if chance < limits["chance"] and window["steps"] >= limits["steps"] and share >= limits["share"]:
-        found = persistent(rows, worst, share, chance, tail_share(worst, all_ns), limits)
+        found = persistent(rows, worst, share, chance, tail_of(worst, all_ns), limits)
         return Decision(
             "found",
             f"rank {worst['rank']} late in {worst['lead_steps']} of {window['steps']} {window['unit']}",
@@ -182,7 +183,7 @@ def found_passing(rows: Sequence[Row], transient: Sequence[Row], all_ns: int) ->
     reason = ", ".join(
         f"rank {r['rank']} late in {r['outlier_steps']} of {r['steps']} {r['unit']}" for r in transient
     )
-    return Decision("found", reason, tuple(passing(rows, r, tail_share(r, all_ns)) for r in transient))
+    return Decision("found", reason, tuple(passing(rows, r, tail_of(r, all_ns)) for r in transient))
 
 
 def nothing_to_compare(window: Row) -> tuple[Any, str]:
@@ -219,7 +220,7 @@ def persistent(
     late: Row,
     share: float,
     chance: float,
-    tail: float | None,
+    tail: Part | None,
     limits: Mapping[str, float],
 ) -> Finding:
     others_ns = [r["work_ns"] for r in rows if r["rank"] != late["rank"] and r["work_ns"]]
@@ -228,7 +229,7 @@ def persistent(
     cause, why = cause_of(late)
     severity: Severity = "low"
     if stands_out and cause != "load":
-        severity = worse(share, tail, bool(late["slo_broken"]))
+        severity = severity_by(share, tail)
     evidence = [
         Evidence(
             f"the latest, by its own work, in {late['lead_steps']} of {late['steps']} {late['unit']} (by chance 1 in {len(rows)}; p = {chance:.2g}), last in "
@@ -376,7 +377,7 @@ def not_one(rows: Sequence[Row], share: float, chance: float, limits: Mapping[st
     )
 
 
-def passing(rows: Sequence[Row], late: Row, tail: float | None) -> Finding:
+def passing(rows: Sequence[Row], late: Row, tail: Part | None) -> Finding:
     share = late["outlier_ns"] / late["step_ns"]
     steps = ", ".join(str(step) for step in late["steps_out"][:8])
     work, others = late["outlier_work_ns"] / 1e6, late["outlier_others_ns"] / 1e6
@@ -392,17 +393,12 @@ def passing(rows: Sequence[Row], late: Row, tail: float | None) -> Finding:
         ),
         *common_evidence(rows, late, late["own_ns"] / late["step_ns"]),
     ]
-    severity = worse(share, tail, bool(late["slo_broken"]))
+    severity = severity_by(share, tail)
     place = place_of(
         late["outlier_phase"], [late["outlier_layer"]] if late["outlier_layer"] is not None else []
     )
     cause, why = cause_of(late)
     return finding(late, "transient", place, severity, tail, [*evidence, *why], [], cause)
-
-
-def worse(share: float, tail: float | None, slo_broken: bool) -> Severity:
-    """By the share of the steps' time that the lateness cost, or of a class's tail, whichever is more."""
-    return severity_of(max(share, tail or 0.0), slo_broken and tail is not None)
 
 
 def common_evidence(rows: Sequence[Row], late: Row, share: float) -> list[Evidence]:
@@ -440,7 +436,7 @@ def finding(
     pattern: str,
     place: str,
     severity: Severity,
-    tail: float | None,
+    tail: Part | None,
     evidence: list[Evidence],
     counter: list[Evidence],
     cause: str,
@@ -462,12 +458,8 @@ def finding(
         for r in waiting[:8]
     ]
     if tail:
-        victims.append(Party("class", late["tail_class"], {"metric": late["tail_metric"]}))
-        text = (
-            f"{late['tail_class']} {late['tail_metric']}: {tail * late['excess_s']:.3g} s of {late['excess_s']:.3g} s excess "
-            f"({late['tail_rule']}) is waiting for it"
-        )
-        evidence.append(Evidence(text, {"waited_s": tail * late["excess_s"], "excess_s": late["excess_s"]}))
+        victims.append(tail.victim)
+        evidence.append(tail.evidence("waiting for it"))
     return Finding(
         rule=RULE.name,
         status="found",
@@ -480,14 +472,14 @@ def finding(
             {"world": late["world"], "pattern": pattern, "where": place, "cause": cause},
         ),
         victims=tuple(victims),
-        share_of_tail=tail,
+        share_of_tail=tail.share if tail else None,
         window_ns=(late["first_ns"], late["last_ns"]),
         evidence=tuple(evidence),
         counter_evidence=tuple(counter),
         remedies=remedies(cause, severity),
         confirm_by=RULE.confirm_by,
         claims="waiting for ranks",
-        explains={f"{late['tail_class']}\t{late['tail_metric']}": tail * late["excess_s"]} if tail else {},
+        explains=tail.explains if tail else {},
     )
 
 
@@ -532,11 +524,9 @@ def place_of(phase: str, layers: Sequence[int]) -> str:
     return f"{name} of layer {layers[0]}" if len(layers) == 1 else f"{name} of {len(layers)} layers"
 
 
-def tail_share(late: Row, all_ns: int) -> float | None:
-    """Share of a class's excess spent waiting for this rank: of the wait that all late ranks caused its part."""
-    if not late["excess_s"] or not late["straggler_s"] or not all_ns:
-        return None
-    return float(min(1.0, late["straggler_s"] / late["excess_s"] * late["own_ns"] / all_ns))
+def tail_of(late: Row, all_ns: int) -> Part | None:
+    """What of a class's tail is waiting for this rank: of the wait that all late ranks caused its part."""
+    return part_of(late, late["own_ns"] / all_ns) if all_ns else None
 
 
 RULE = Rule(

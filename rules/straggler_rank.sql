@@ -148,17 +148,12 @@ gaps_without AS (
                                     p99_without_s: p99_without_s}, gaps) AS gaps
     FROM what_if WHERE scenario = 'without rank' GROUP BY "window", rank
 ),
-tail AS (
-    SELECT e.klass, e.metric, sum(e.excess_s) AS straggler_s, any_value(k.excess_s) AS excess_s, any_value(k.slo_broken) AS slo_broken, any_value(k.tail_rule) AS tail_rule
-    FROM excess e JOIN class_rows k ON k.klass = e.klass AND k.metric = e.metric
-    WHERE e.component = 'straggler_wait' AND k.excess_s > 0 GROUP BY e.klass, e.metric HAVING straggler_s > 0
-    ORDER BY straggler_s / any_value(k.excess_s) DESC, e.klass LIMIT 1
-)
+tail AS (SELECT * EXCLUDE (component) FROM component_tails WHERE component = 'straggler_wait')
 SELECT w.*, l.rank, l.* EXCLUDE ("window", rank), coalesce(c.own_ns, 0) AS own_ns, y.own_by_step, a.replayed_ns, a.no_skew_ns,
        e.batch_tokens, e.others_batch_tokens, h.gaps, coalesce(x.lost_steps, 0) AS lost_steps, x.steps_lost, x.lost_ns, x.lost_work_ns, x.lost_others_ns, CASE WHEN g.has_steps THEN 'steps' ELSE 'blocks of eight collectives' END AS unit, n.steps, n.step_ns, n.usual_ns, coalesce(d.lead_steps, 0) AS lead_steps,
        o.outlier_steps, o.steps_out, o.phase AS outlier_phase, o.layer AS outlier_layer, o.outlier_ns, o.outlier_work_ns, o.outlier_others_ns,
        p.phases, v.waits, t.tokens, t.others_tokens,
-       f.klass AS tail_class, f.metric AS tail_metric, f.straggler_s, f.excess_s, f.slo_broken, f.tail_rule
+       f.*
 FROM windows w
 LEFT JOIN late l USING ("window")
 LEFT JOIN lengths n USING ("window")

@@ -113,6 +113,15 @@ def _register_class_rows(trace: Trace, classes: Sequence[ClassRow]) -> None:
         schema=pa.schema(list(columns.items())),
     )
     trace.create("class_rows", rows)
+    # component_tails: of each component of an excess the class and metric of whose excess it is the largest part.
+    trace.connection.execute(
+        "CREATE OR REPLACE TEMP VIEW component_tails AS "
+        "SELECT e.component, e.klass AS tail_class, e.metric AS tail_metric, sum(e.excess_s) AS component_s, any_value(k.excess_s) AS excess_s, "
+        "any_value(k.slo_broken) AS slo_broken, any_value(k.tail_rule) AS tail_rule "
+        "FROM excess e JOIN class_rows k ON k.klass = e.klass AND k.metric = e.metric WHERE k.excess_s > 0 "
+        "GROUP BY e.component, e.klass, e.metric HAVING sum(e.excess_s) > 0 "
+        "QUALIFY row_number() OVER (PARTITION BY e.component ORDER BY sum(e.excess_s) / any_value(k.excess_s) DESC, e.klass, e.metric) = 1"
+    )
 
 
 def _limits(trace: Trace) -> dict[str, Limits]:
