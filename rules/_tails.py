@@ -10,6 +10,9 @@ from tailscope.model import Evidence, Party, Severity, Threshold, severity_of
 
 Row = Mapping[str, Any]
 
+#: What findings of several rules may explain: `claims` of a finding, so that the same time is not added up.
+WAITING, OTHERS_PREFILL, BEYOND_BATCH = "waiting for ranks", "others' prefill", "beyond the batch"
+
 SHARE = Threshold("share", 0.1, "0-1", "A tenth of the excess: what causes less is not why the tail is long.")
 SLOWDOWN = Threshold(
     "slowdown", 0.1, "x p50", "A tail slower by less than a tenth of the median is not felt."

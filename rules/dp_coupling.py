@@ -20,7 +20,7 @@ from tailscope.model import (
 )
 
 from . import _prefill, _tails
-from ._tails import Row, Tail
+from ._tails import OTHERS_PREFILL, Row, Tail
 
 #: Engines are seen to step together in no fewer steps.
 FEW_STEPS = 50
@@ -254,7 +254,7 @@ def finding(lane: Row, hurt: Sequence[Tail], limits: Mapping[str, float]) -> Fin
         remedies=_prefill.sized(RULE.remedies, lane["budget"]),
         confirm_by=RULE.confirm_by,
         explains=_tails.explains(hurt),
-        claims="others' prefill",
+        claims=OTHERS_PREFILL,
     )
 
 

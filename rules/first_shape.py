@@ -10,7 +10,7 @@ from scipy import stats
 from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Threshold, summed_up
 
 from . import _tails
-from ._tails import Row
+from ._tails import BEYOND_BATCH, Row
 
 
 def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
@@ -148,7 +148,7 @@ def finding(
         remedies=RULE.remedies,
         confirm_by=RULE.confirm_by,
         explains=_tails.explains(hurt),
-        claims="beyond the batch",
+        claims=BEYOND_BATCH,
     )
 
 

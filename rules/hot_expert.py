@@ -21,7 +21,7 @@ from tailscope.model import (
 )
 
 from ._expert_loads import Row, balance_decision, estimate_limits, load_decision, load_evidence
-from ._tails import Part, part_of, severity_by
+from ._tails import WAITING, Part, part_of, severity_by
 
 #: Layers and ranks that are named.
 NAMED = 5
@@ -163,7 +163,7 @@ def hot(window: Row, load: Row | None, saved: float, shares: tuple[float, float,
         counter_evidence=tuple(counter),
         remedies=remedies(severity, load, recorded or stays >= 0.5),
         confirm_by=RULE.confirm_by,
-        claims="waiting for ranks",
+        claims=WAITING,
         explains=tail.explains if tail else {},
     )
 

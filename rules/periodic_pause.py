@@ -12,7 +12,7 @@ from tailscope import rhythm
 from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Threshold, summed_up
 
 from . import _tails
-from ._tails import Row
+from ._tails import BEYOND_BATCH, Row
 
 #: What the log may say beside a pause -> who pauses.
 KNOWN = {"eplb": "EPLB", "rearrang": "EPLB", "profil": "the profiler", "jit": "JIT", "tun": "JIT"}
@@ -174,7 +174,7 @@ def finding(
         remedies=remedies_for(by_whom),
         confirm_by=RULE.confirm_by,
         explains=_tails.explains(hurt),
-        claims="beyond the batch",
+        claims=BEYOND_BATCH,
     )
 
 

@@ -25,7 +25,7 @@ from tailscope.model import (
 )
 from tailscope.stats import allows_quantile, change_point, quantile_interval, uncorrelated
 
-from ._tails import Part, part_of, severity_by
+from ._tails import WAITING, Part, part_of, severity_by
 
 Row = Mapping[str, Any]
 #: From this many other ranks on their spread says what is ordinary.
@@ -478,7 +478,7 @@ def finding(
         counter_evidence=tuple(counter),
         remedies=remedies(cause, severity),
         confirm_by=RULE.confirm_by,
-        claims="waiting for ranks",
+        claims=WAITING,
         explains=tail.explains if tail else {},
     )
 
