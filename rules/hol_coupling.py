@@ -168,7 +168,7 @@ def by_steps(hurt: Sequence[Mapping[str, Any]]) -> Finding:
         counter_evidence=tuple(counter),
         remedies=_prefill.sized(RULE.remedies, worst["budget"]),
         confirm_by=RULE.confirm_by,
-        claims=OTHERS_PREFILL,
+        claims=_tails.OTHERS_PREFILL,
         explains={f"{r['victim']}\t{r['metric']}": r["blamed_s"] for r in hurt},
     )
 
