@@ -5,7 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
+from pyarrow import compute
+
+#: What is read of a name: symbols of kernels are longer, but say what they do at their beginning. With patterns that take a
+#: time linear in it, a name that was made to be slow costs no more than others.
+MOST_NAME = 512
 # -- steps -------------------------------------------------------------------------------------
 
 _VLLM = re.compile(r"execute_context_(\d{1,9})\((\d{1,9})\)_generation_(\d{1,9})\((\d{1,9})\)$")
@@ -51,6 +57,12 @@ def step_of(name: str) -> StepName | None:
     return StepName(TORCH_GRAMMAR) if _TORCH.match(name) else None
 
 
+def read_of(texts: Any) -> Any:
+    """The part of each name, in an Arrow array, that all patterns here are for."""
+    slice_: Any = compute.utf8_slice_codeunits
+    return slice_(texts, 0, MOST_NAME)
+
+
 # -- phases ------------------------------------------------------------------------------------
 
 #: Annotations made by people: words suffice. The first that matches.
@@ -65,31 +77,35 @@ _ANNOTATED = (
     ("moe", re.compile(r"(?<![a-z])moe(?![a-z])", re.I)),
     ("capture", CAPTURE),
 )
-#: Ops and kernels: symbols hold many words, so each pattern is of one library. The first that matches.
+#: Ops and kernels: symbols hold many words, so each pattern is of one library. The first that matches. What may stand far
+#: apart is looked for from the beginning of the name or word, the first of each in its turn: `(?>…)` never goes back.
 _EXECUTED = (
     (
         "dispatch",
         re.compile(
-            r"deep_ep::.*dispatch|(?:internode|intranode|internode_ll)::(?:cached_)?(?:notify_)?dispatch"
+            r"\A(?s:(?>.*?deep_ep::).*dispatch)|(?:internode|intranode|internode_ll)::(?:cached_)?(?:notify_)?dispatch"
         ),
     ),
     (
         "dispatch",
         re.compile(
-            r"Ep(?:Low)?\w*Dispatch\w*(?:Kernel|Staging)|moe_?a2a_?(?:(?:prepare_?)?dispatch|sanitize)|nixl_ep::.*dispatch",
+            r"\b(?>\w*?Ep)(?>\w*?Dispatch)\w*(?:Kernel|Staging)|moe_?a2a_?(?:(?:prepare_?)?dispatch|sanitize)|"
+            r"\A(?s:(?>.*?nixl_ep::).*dispatch)",
             re.I,
         ),
     ),
     (
         "combine",
         re.compile(
-            r"deep_ep::.*combine|(?:internode|intranode|internode_ll)::(?:cached_)?(?:notify_)?combine"
+            r"\A(?s:(?>.*?deep_ep::).*combine)|(?:internode|intranode|internode_ll)::(?:cached_)?(?:notify_)?combine"
         ),
     ),
     (
         "combine",
         re.compile(
-            r"Ep(?:Low)?\w*Combine(?:\w*Kernel|Sync)|moe_?a2a_?(?:prepare_?)?combine|nixl_ep::.*combine", re.I
+            r"\b(?>\w*?Ep)(?>\w*?Combine)(?:Sync|\w*Kernel)|moe_?a2a_?(?:prepare_?)?combine|"
+            r"\A(?s:(?>.*?nixl_ep::).*combine)",
+            re.I,
         ),
     ),
     (
@@ -104,7 +120,7 @@ _EXECUTED = (
         "expert",
         re.compile(
             r"fused_moe|moe_?gemm|(?:m_)?grouped_gemm|group_gemm|GroupedGemm|GroupProblemShape|_matmul_ogs|"
-            r"_finalize_matmul|marlin_moe|moe_wna16|moe_sum|ck_?tile.*moe|aiter::fmoe|fmoe_|fused_experts",
+            r"_finalize_matmul|marlin_moe|moe_wna16|moe_sum|\A(?s:(?>.*?ck_?tile).*moe)|aiter::fmoe|fmoe_|fused_experts",
             re.I,
         ),
     ),
@@ -123,8 +139,8 @@ _EXECUTED = (
 LAYER_MARK = re.compile(r"vllm::unified_(?:mla_)?attention(?:_with_output)?$")
 #: Kernels that put a layer's keys and values into the cache, once per layer, however many kernels attend to them.
 CACHE_WRITER = re.compile(r"reshape_and_cache|concat_and_cache|store_kv_?cache")
-#: Calls that make something run on a GPU; copies and waits for events have others.
-LAUNCH = re.compile(r"(?:cuda|hip|cu).*(?:Launch|launch)")
+#: Calls that make something run on a GPU; copies and waits for events have others. For Arrow, which never goes back.
+LAUNCH = r"(?:cuda|hip|cu).*(?:Launch|launch)"
 _LAYER = re.compile(r"(?:^|[^a-z])layers?[._\[ ]?(\d{1,4})(?!\d)", re.I)
 
 
@@ -169,11 +185,11 @@ _KINDS = (
 _COMMUNICATION = re.compile(
     r"(?:nccl|rccl)(?:Dev)?Kernel|cross_device_reduce|(?i:(?:one|two)_?shot_?all_?reduce|multimem_(?:one_shot_)?all_?reduce|"
     r"quick_?(?:all_?)?reduce|all_?reduce_?fusion)|deep_ep::|(?:internode|intranode|internode_ll)::|nixl_ep::|"
-    r"moeA2A(?:Dispatch|Combine)Kernel|Ep(?:Dispatch|Combine)\w*Kernel|EpCombineSyncBarrier"
+    r"moeA2A(?:Dispatch|Combine)Kernel|\b(?>\w*?Ep(?:Dispatch|Combine))\w*Kernel|EpCombineSyncBarrier"
 )
 #: Helpers of DeepEP and its like that move nothing between ranks.
 _LOCAL = re.compile(
-    r"get_dispatch_layout|clean_low_latency_buffer|cached_notify|copy_epilogue|reduce_epilogue|Ep\w*CopyToStaging"
+    r"get_dispatch_layout|clean_low_latency_buffer|cached_notify|copy_epilogue|reduce_epilogue|\b(?>\w*?Ep)\w*CopyToStaging"
 )
 KINDS = (*(kind for kind, _ in _KINDS), "unknown")
 KIND_INDEX = {kind: index for index, kind in enumerate(KINDS)}

@@ -351,7 +351,7 @@ class Spool:
         )
         attention = pc.and_(pc.equal(rows["phase"], ATTENTION), pc.equal(rows["category"], "kernel"))
         kernels = rows.select(["start_ns", "correlation", "name"]).filter(attention)
-        codes = self.names.codes(kernels["name"])
+        codes = self.names.codes(names.read_of(kernels["name"]))
         self._attention.append(kernels.drop_columns(["name"]).append_column("name", codes))
         self._told.append(self._coded(rows.filter(rows["at_hand"])))
         rows = rows.drop_columns(["args", "at_hand", "layer_mark", "launch"])
@@ -366,7 +366,7 @@ class Spool:
         self._aside.unregister("at_hand")
         return (
             rows.select(_TOLD)
-            .append_column("name", self.names.codes(rows["name"]))
+            .append_column("name", self.names.codes(names.read_of(rows["name"])))
             .append_column("said", self.said.codes(calls["said"]))
             .append_column("seq", calls["seq"])
         )
@@ -430,11 +430,11 @@ def _with_meaning(rows: pa.Table) -> pa.Table:
     """Rows with what their names tell: `phase` and `collective` (indices, -1 for none), `layer` (-1), `layer_mark`, and
     whether the row is to be kept `at_hand`."""
     encoded = rows["name"].combine_chunks().dictionary_encode()
-    texts: Any = encoded.dictionary
+    texts: Any = names.read_of(encoded.dictionary)
     telling = pc.match_substring_regex(texts, names.TELLING, ignore_case=True).to_numpy(zero_copy_only=False)
     executed, annotated, layers, kinds = (np.full(len(texts), NONE, np.int16) for _ in range(4))
     marks, calls = np.zeros(len(texts), bool), np.zeros(len(texts), bool)
-    launch = pc.match_substring_regex(texts, names.LAUNCH.pattern).to_numpy(zero_copy_only=False)
+    launch = pc.match_substring_regex(texts, names.LAUNCH).to_numpy(zero_copy_only=False)
     for index in np.flatnonzero(telling).tolist():
         name = texts[index].as_py()
         executed[index] = PHASE_INDEX.get(names.executed_phase(name) or "", NONE)

@@ -3,13 +3,14 @@
 Such a file is a zip archive that is not compressed: `NAME/data.pkl`, a pickle of plain containers whose tensors refer to
 `NAME/data/KEY`, the bytes of their storages, in the order that `NAME/byteorder` says. The pickle is looked through
 before it is read: only operations that build plain data are let pass, with positions and lengths that its size
-allows. Of names it may only use those in `STORAGES`, `collections.OrderedDict` and `torch._utils._rebuild_tensor_v2`,
+allows, and with keys that are names or small numbers. Of names it may only use those in `STORAGES`, `collections.OrderedDict` and `torch._utils._rebuild_tensor_v2`,
 which here is a function of ours that notes shape and strides. Numbers of a tensor are read when they are asked for.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import pickletools
 import re
@@ -28,6 +29,10 @@ ZIP, LEGACY = b"PK\x03\x04", b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 #: an object of some 60 bytes.
 MOST_PICKLED, MOST_OPERATIONS = 256 << 20, 20_000_000
 MOST_DIMENSIONS = 8
+#: Elements of a tensor, were none of its dimensions zero.
+MOST_ELEMENTS = 1 << 48
+#: Objects inside each other, and numbers that are keys: recordings have some three levels, and names as keys.
+MOST_DEPTH, MOST_NUMBERED = 64, 100_000
 #: Storage classes, and NumPy's type of their elements; without one they may be there, but not be read.
 STORAGES = {
     "DoubleStorage": "f8",
@@ -97,6 +102,9 @@ class TorchArchive:
         if len(pickles) != 1:
             raise Refused("a zip archive, but none of torch.save: it has no NAME/data.pkl, or several")
         self._name = pickles[0].removesuffix("/data.pkl")
+        #: The storage that was read last, which views of it share; the bytes that were read and given: each may be once.
+        self._last: tuple[str, bytes] = ("", b"")
+        self._used = 0
         self._order = self._byte_order()
         content = self._read(pickles[0], MOST_PICKLED)
         _look_through(content)
@@ -105,7 +113,8 @@ class TorchArchive:
     def array(self, tensor: Tensor) -> NDArray[Any]:
         """The elements of a tensor, as an array that cannot be written to.
 
-        Raises Refused where its storage is damaged or smaller than the tensor says.
+        Raises Refused where its storage is damaged or smaller than the tensor says, and where all tensors asked for are more
+        than the archive holds: then many of them share the same few bytes.
         """
         storage = tensor.storage
         code = STORAGES[storage.kind]
@@ -120,7 +129,14 @@ class TorchArchive:
             raise Refused("a tensor reaches beyond its storage")
         if empty:
             return np.empty(tensor.shape, kind)
-        data = self._read(f"{self._name}/data/{storage.key}", storage.elements * kind.itemsize)
+        if self._used > 2 * self._size:
+            raise Refused("the tensors are more than the archive holds: they share the same numbers")
+        if self._last[0] != storage.key:
+            most = storage.elements * kind.itemsize
+            self._last = (storage.key, self._read(f"{self._name}/data/{storage.key}", most))
+            self._used += len(self._last[1])
+        data = self._last[1]
+        self._used += many * kind.itemsize
         if len(data) != storage.elements * kind.itemsize:
             raise Refused("a storage has another size than the pickle says")
         strides = [stride * kind.itemsize for stride in tensor.stride]
@@ -154,6 +170,7 @@ class TorchArchive:
 def _look_through(content: bytes) -> None:
     """Refuse a pickle that does more than build plain data, before any of it is built."""
     operations = 0
+    shapes = _Shapes()
     try:
         for operation, argument, _ in pickletools.genops(content):
             operations += 1
@@ -164,8 +181,94 @@ def _look_through(content: bytes) -> None:
                 raise Refused("its pickle refers to objects it does not have")
             if operations > MOST_OPERATIONS:
                 raise Refused(f"its pickle has more than {MOST_OPERATIONS:,} operations")
-    except (ValueError, IndexError, EOFError, OverflowError) as error:
+            shapes.follow(operation.name, argument)
+    except (ValueError, IndexError, KeyError, EOFError, OverflowError) as error:
         raise Refused("its pickle is damaged or ends early") from error
+
+
+#: In the place of an object: a text, a number below 2^31, else how many levels of objects are written in it.
+_TEXT, _NUMBER = -1, -2
+_PUSHED = {
+    **dict.fromkeys(("BININT", "BININT1", "BININT2"), _NUMBER),
+    **dict.fromkeys(("BINUNICODE", "SHORT_BINUNICODE"), _TEXT),
+    **dict.fromkeys(("NONE", "NEWTRUE", "NEWFALSE", "LONG1", "BINFLOAT", "GLOBAL"), 0),
+    **dict.fromkeys(("EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE"), 0),
+}
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_MADE_OF = {"BINPERSID": 1, "REDUCE": 2, "STACK_GLOBAL": 2}
+
+
+class _Shapes:
+    """The stack of a pickle's reader with the kinds of the objects in the place of these: none of them is built.
+
+    Python looks a key's parts through, one inside the other and each as often as it is named, and does so again for keys that
+    seem equal: with a tuple or a large number as a key a small file can keep it busy for ever, or end it.
+    """
+
+    def __init__(self) -> None:
+        self._stack: list[int] = []
+        self._outer: list[list[int]] = []
+        self._memo: dict[int, int] = {}
+        self._numbered = 0
+
+    def follow(self, name: str, argument: Any) -> None:
+        """Raises IndexError or KeyError where the pickle takes what it does not have."""
+        stack = self._stack
+        if (pushed := _PUSHED.get(name)) is not None:
+            stack.append(pushed)
+        elif name in ("BINPUT", "LONG_BINPUT"):
+            self._memo[argument] = stack[-1]
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(self._memo[argument])
+        elif name == "MEMOIZE":
+            self._memo[len(self._memo)] = stack[-1]
+        elif name == "MARK":
+            self._outer.append(stack)
+            self._stack = []
+        elif name == "TUPLE":
+            self._stack = self._outer.pop()
+            self._stack.append(_around(stack) if stack else 0)
+        elif name in _TUPLES:
+            stack.append(_around(self._popped(_TUPLES[name])))
+        elif name in _MADE_OF:
+            self._popped(_MADE_OF[name])
+            stack.append(0)
+        elif name in ("APPEND", "APPENDS"):
+            self._hold(self._popped(1) if name == "APPEND" else self._marked())
+        elif name in ("SETITEM", "SETITEMS"):
+            pairs = self._popped(2) if name == "SETITEM" else self._marked()
+            for key in pairs[::2]:
+                self._check(key)
+            self._hold(pairs[1::2])
+
+    def _popped(self, count: int) -> list[int]:
+        if len(self._stack) < count:
+            raise IndexError("the stack is empty")
+        popped = self._stack[-count:]
+        del self._stack[-count:]
+        return popped
+
+    def _marked(self) -> list[int]:
+        items, self._stack = self._stack, self._outer.pop()
+        return items
+
+    def _hold(self, items: list[int]) -> None:
+        if items:
+            self._stack[-1] = max(self._stack[-1], _around(items))
+
+    def _check(self, key: int) -> None:
+        self._numbered += key == _NUMBER
+        if key not in (_TEXT, _NUMBER) or self._numbered > MOST_NUMBERED:
+            raise Refused(
+                "its pickle has keys that are neither names nor small numbers, or very many numbers"
+            )
+
+
+def _around(items: list[int]) -> int:
+    depth = max(0, max(items)) + 1
+    if depth > MOST_DEPTH:
+        raise Refused(f"its pickle has more than {MOST_DEPTH} objects inside each other")
+    return depth
 
 
 def _load(content: bytes) -> Any:
@@ -178,7 +281,7 @@ def _load(content: bytes) -> Any:
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
+            return _ordered
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
             return _rebuild
         if module == "torch" and name in STORAGES:
@@ -199,11 +302,20 @@ class _Kind:
     name: str
 
 
+def _ordered(*items: Any) -> OrderedDict[Any, Any]:
+    """torch fills it afterwards, so that its keys are seen beforehand."""
+    if items:
+        raise Refused("its pickle fills a dictionary in a way that torch does not")
+    return OrderedDict()
+
+
 def _rebuild(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> Tensor:
     """In the place of torch's function of this name; gradients and hooks are of no interest."""
     numbers = isinstance(shape, tuple) and isinstance(stride, tuple) and len(shape) == len(stride)
     if not isinstance(storage, _Storage) or not numbers or len(shape) > MOST_DIMENSIONS:
         raise Refused("a tensor is described in a way that torch does not")
     if not all(type(n) is int and 0 <= n < 1 << 48 for n in (offset, *shape, *stride)):
+        raise Refused("a tensor has a negative or an impossible size")
+    if math.prod(max(n, 1) for n in shape) > MOST_ELEMENTS:
         raise Refused("a tensor has a negative or an impossible size")
     return Tensor(storage, offset, shape, stride)

@@ -30,6 +30,10 @@ BATCH = 100_000
 MOST_UNPACKED = 8 << 30
 #: More of either no model has; a tensor of this size holds something else.
 MOST_LAYERS, MOST_EXPERTS = 4_096, 65_536
+#: Tokens of an expert in a layer: what a fast server counts in a century.
+MOST_TOKENS = 1 << 44
+#: Numbers of a tensor that are looked at together.
+TOGETHER = 1 << 20
 _FIRST_ENTRY = re.compile(rb"PK\x03\x04.{22}[\x01-\xff]\x00.{2}[^/\0]{1,200}/data\.pkl", re.DOTALL)
 _OURS = (b"logical_count", b"gatherer_key", b"last_physical_to_logical_map")
 _FILE = re.compile(r"expert_distribution_recorder_(\d{10}(?:\.\d{1,9})?)(?:_\d{1,6})?\.pt")
@@ -118,14 +122,22 @@ class _Reader:
         if counts.ndim == 2:  # of one step, or of all
             counts = counts[None]
         _check(counts, 3)
-        for step in range(len(counts)):
-            self._take(step, None, counts[step], None, by_slot=False)
+        many = max(1, TOGETHER // (counts.shape[1] * counts.shape[2]))
+        for first in range(0, len(counts), many):
+            some = counts[first : first + many]
+            self._take(np.arange(first, first + len(some)), None, some, None, by_slot=False)
             yield from self._flush(BATCH)
 
     def _passes(self, records: list[Any], places: Any) -> Iterator[tuple[Table, pa.Table]]:
         experts = self._experts(places)
+        seen: set[int] = set()
         for number, record in enumerate(records):
             where = f"record {number}"
+            # A pickle may name one object very many times.
+            if id(record) in seen:
+                self.tally.reject("record that is in the recording already", where)
+                continue
+            seen.add(id(record))
             counted = record.get("global_physical_count") if isinstance(record, dict) else None
             if not isinstance(counted, Tensor):
                 self.tally.reject("record without tokens by expert", where)
@@ -139,7 +151,8 @@ class _Reader:
                 self.tally.reject(str(error), where)
                 continue
             step, rank = (self._number(record, key, where) for key in ("forward_pass_id", "rank"))
-            self._take(step, rank, counts, experts, by_slot=True)
+            steps = None if step is None else np.array([step])
+            self._take(steps, rank, counts[None], experts, by_slot=True)
             yield from self._flush(BATCH)
 
     def _experts(self, places: Any) -> Ints | None:
@@ -164,39 +177,60 @@ class _Reader:
         return None
 
     def _take(
-        self, step: int | None, rank: int | None, counts: NDArray[Any], experts: Ints | None, *, by_slot: bool
+        self,
+        steps: Ints | None,
+        rank: int | None,
+        counts: NDArray[Any],
+        experts: Ints | None,
+        *,
+        by_slot: bool,
     ) -> None:
-        """Rows of one step. `counts`: layers x experts, or x slots; layers without tokens hold no experts.
+        """Rows of some steps. `counts`: steps x layers x experts, or x slots; layers without tokens hold no experts. `steps` are
+        their numbers, None where that of the only one is unknown.
 
         Zeros are left out but for the last expert's, which says how many there are.
         """
-        if np.any(counts < 0):
-            self.tally.reject("tokens of an expert are negative", f"step {step}")
-            return
-        used = counts.any(axis=1)
-        if not used.any():
-            self.tally.skip("step without tokens")
-            return
-        kept = counts > 0
+        usable = self._usable(steps, counts)
+        used = counts.any(axis=2) & usable[:, None]
+        if idle := int(np.count_nonzero(usable & ~used.any(axis=1))):
+            self.tally.skip("step without tokens", idle)
+        kept = (counts > 0) & usable[:, None, None]
         kept[used, -1] = True
-        layer, place = np.nonzero(kept)
+        which, layer, place = np.nonzero(kept)
+        if not len(which):
+            return
         expert: Ints | None = place.astype(np.int64)
         if by_slot:
-            known = experts is not None and experts.shape == counts.shape
+            known = experts is not None and experts.shape == counts.shape[1:]
             if experts is not None and not known:
-                self.tally.blank("the slots' experts are of another shape than the tokens", f"step {step}")
+                where = "" if steps is None else f"step {steps[0]}"
+                self.tally.blank("the slots' experts are of another shape than the tokens", where)
             expert = experts[layer, place] if experts is not None and known else None
         self.waiting.append(
             {
-                "step": None if step is None else np.full(len(layer), step),
+                "step": None if steps is None else steps[which],
                 "rank": None if rank is None else np.full(len(layer), rank),
                 "layer": layer.astype(np.int64),
                 "expert": expert,
                 "slot": place.astype(np.int64) if by_slot else None,
-                "tokens": counts[layer, place].astype(np.int64),
+                "tokens": counts[which, layer, place].astype(np.int64),
             }
         )
         self.rows += len(layer)
+
+    def _usable(self, steps: Ints | None, counts: NDArray[Any]) -> NDArray[np.bool_]:
+        """Which steps' tokens can be true; the others are counted."""
+        usable = np.ones(len(counts), bool)
+        for reason, wrong in (
+            ("tokens of an expert are negative", counts < 0),
+            ("tokens of an expert are more than any server has", counts > MOST_TOKENS),
+        ):
+            bad = np.flatnonzero(wrong.any(axis=(1, 2)) & usable)
+            if len(bad):
+                where = "" if steps is None else f"step {steps[bad[0]]}"
+                self.tally.reject(reason, where, len(bad))
+                usable[bad] = False
+        return usable
 
     def _flush(self, at_least: int) -> Iterator[tuple[Table, pa.Table]]:
         if self.rows < at_least:

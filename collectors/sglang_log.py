@@ -31,9 +31,12 @@ HEADER = re.compile(
 OURS = re.compile(
     rb"server_args=|(?:Prefill|Decode) batch|\[Expert Balancedness\]|\[EPLBManager\]|Load weight |KV Cache is allocated"
 )
+#: Both values, the first of each in its turn: `(?>…)` never goes back, so the time is linear in a line.
 PASS = re.compile(
-    rb"\[Expert Balancedness\] .*?\bcurrent_pass_balancedness=([^\s]{1,40}) .*?\bgpu_physical_count_sum=([^\s]{1,40})"
+    rb"\[Expert Balancedness\] (?>.*?\bcurrent_pass_balancedness=)(?>([^\s]{1,40}) )(?>.*?\bgpu_physical_count_sum=)([^\s]{1,40})"
 )
+#: What is read of a line's message: those that are looked for have some 200 characters.
+MOST_READ = 4_096
 REBALANCE = re.compile(rb"\[EPLBManager\] (rebalance (?:start|end))(?: time=([\d.]{1,20}s))?")
 DP = re.compile(rb" DP(\d{1,5})")
 BALANCEDNESS, TOKENS = "log:sglang_expert_balancedness", "log:sglang_expert_tokens"
@@ -79,7 +82,7 @@ class _Reader:
             line = plain(line)
             header = HEADER.match(line)
             is_log |= header is not None
-            if header is None or not self._take(number, header, line[header.end() :]):
+            if header is None or not self._take(number, header, line[header.end() :][:MOST_READ]):
                 others += 1
             if len(self.metrics) >= BATCH:
                 yield self._batch(METRICS, self.metrics)

@@ -16,6 +16,12 @@ def load_decision(rule: Rule, load: Row, uneven: float) -> Decision:
     ratio = load["rank_ratio"] if by_rank else load["expert_ratio"]
     worst = load["rank_ratio_worst"] if by_rank else load["expert_ratio"]
     chance = load["rank_by_chance"] if by_rank else load["expert_by_chance"]
+    if ratio is None:
+        return Decision(
+            "inconclusive",
+            "tokens by slot are recorded, but not which experts all slots hold, and nothing says how many ranks there are: neither "
+            "experts nor ranks can be compared",
+        )
     of = "ranks" if by_rank else "experts"
     if ratio < uneven or worst <= chance:
         return Decision("clear", f"{of} are loaded evenly: {ratio:.2f} x the mean tokens on the busiest")

@@ -127,8 +127,7 @@ def ingest(
             progress.update(task, completed=done, total=total, description=Path(outcome.path).name[-40:])
 
         outcomes = run(paths, output, config=settings, options=options, instance=instance, report=report)
-    base = Path(os.path.commonpath([Path(o.path).parent for o in outcomes])) if outcomes else None
-    render(outcomes, str(output), _console(), base=base)
+    render(outcomes, str(output), _console(), base=_folder_of_all(outcomes))
     if not any(o.status in ("ingested", "known") for o in outcomes):
         raise UsageError(
             "nothing was ingested: no file is telemetry that tailscope reads (see docs/collectors.md)"
@@ -463,6 +462,15 @@ def _duration_ns(text: str) -> int:
     if not match:
         raise UsageError(f"--last {text!r}: write 30s, 15m, 2h or 1d")
     return int(float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]] * 1e9)
+
+
+def _folder_of_all(outcomes: list[Outcome]) -> Path | None:
+    """The folder that all files are in, from which they are named; None where there is none, or some paths are absolute and
+    some are not: then they keep the names they were given by."""
+    try:
+        return Path(os.path.commonpath([Path(outcome.path).parent for outcome in outcomes]))
+    except ValueError:
+        return None
 
 
 def _zone(name: str | None) -> Any:

@@ -61,6 +61,16 @@ def test_ingest_accounts_for_every_file(tmp_path: Path) -> None:
     assert "0 rows of 0 file(s) added" in again.stdout
 
 
+def test_ingest_takes_relative_and_absolute_paths_together(tmp_path: Path) -> None:
+    for name in ("one.log", "two.log"):
+        text = f"[2026-11-29 14:39:01 TP0] [EPLBManager] rebalance start\n{name}\n"
+        (tmp_path / name).write_text(text)
+    done = tailscope("ingest", "one.log", tmp_path / "two.log", "-o", "trace.parquet", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "one.log" in done.stdout
+    assert "two.log" in done.stdout
+
+
 def test_ingest_of_no_telemetry_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     done = tailscope("ingest", tmp_path / "notes.txt", "-o", tmp_path / "t.parquet")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import json
+import time
 from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -111,3 +112,14 @@ def test_collector_values_are_complete() -> None:
         assert collector.reads.endswith("."), f"{collector.name}: `reads` is a sentence"
         assert collector.version
         assert collector.tables
+
+
+def test_a_line_made_to_be_slow_costs_no_more_than_others(tmp_path: Path) -> None:
+    began = "[2026-01-01 10:00:00 TP0] [Expert Balancedness] "
+    path = tmp_path / "sglang.log"
+    path.write_text(began + "current_pass_balancedness=1 " * 40_000 + "\n" + began + "x" * 1_000_000 + "\n")
+    source = Source(path)
+    started = time.process_time()
+    assert not list(COLLECTORS["sglang_log"].read(source))
+    assert time.process_time() - started < 2
+    assert source.tally.rejected == {"balancedness line cannot be read": 2}

@@ -460,3 +460,28 @@ def test_tokens_by_rank_come_from_metrics_too(tmp_path: Path) -> None:
     with worlds.aligned(tmp_path / "b", scraped([[10.0, 500, 10, 10], [0, 0, 40, 0]])) as trace:
         [found] = trace.rows("FROM expert_sets")
     assert found["tokens"] == 40
+
+
+@pytest.mark.parametrize("by_slot", [False, True])
+def test_numbers_of_any_size_in_a_recording_end_nothing(by_slot: bool, tmp_path: Path) -> None:
+    most = (1 << 63) - 1
+    for name, values in {
+        "beyond": (most, most, 5, 1 << 60),
+        "largest": (1 << 44,) * 4,
+        "negative": (-1, -most, 0, 0),
+        "mixed": (1 << 44, 0, 0, 1),
+    }.items():
+        counts = np.tile(np.array(values, np.int64), (60, 300, 1))
+        table = loads(
+            counts, slots=np.tile(np.arange(4), (300, 1)) if by_slot else None, rank=most if by_slot else None
+        )
+        with Trace(worlds.write(tmp_path / f"{name}{by_slot}", {"expert_load": table}), threads=1) as trace:
+            result = diagnose(trace, Config())
+        check = next(c for c in result.checks if c.rule == RULE.name)
+        assert check.status in ("clear", "inconclusive", "no-data"), (name, check.reason)
+        assert "nan" not in " ".join(e.text for f in result.findings for e in f.evidence), name
+
+
+def test_scraped_counts_that_no_server_has_say_nothing(tmp_path: Path) -> None:
+    result = diagnosed(tmp_path, scraped([[1e300, 1, 1, 1], [float("inf"), 1e300, float("nan"), 1]]))
+    assert next(c for c in result.checks if c.rule == RULE.name).status == "no-data"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -532,7 +534,40 @@ def test_step_names(name: str, expected: tuple[int | None, ...] | None) -> None:
         ("void deep_ep::elastic::dispatch_copy_epilogue_impl<7168>(int4*)", None),
         ("void at::native::reduce_kernel<512, 1>(at::native::ReduceOp<float>)", None),
         ("fused_moe_kernel", None),
+        ("_ZN4mori3moe24EpDispatchIntraNodeKernelI14__hip_bfloat16EEvv", "all_to_all"),
+        ("void nixl_ep::ep_kernels::dispatch<true, 7168>(void*)", "all_to_all"),
+        ("void deep_ep::elastic::combine_impl<7168>(int4*)", "all_to_all"),
+        ("EpCombineSyncBarrier", "barrier"),
+        ("EpDispatchCopyToStagingKernel", None),
     ],
 )  # fmt: skip
 def test_kernels_that_are_collectives(name: str, kind: str | None) -> None:
     assert kineto_names.kernel_collective(name) == kind
+
+
+@pytest.mark.parametrize(
+    "part", ["Ep", "EpDispatch", "EpCombine", "deep_ep::", "nixl_ep::", "ck_tile", "cu", "layer", "execute_1_context_1", "send"]
+)  # fmt: skip
+def test_names_made_to_be_slow_cost_no_more_than_others(part: str) -> None:
+    """Ten times the length takes at most some thirty times as long, on a machine that does other things as well."""
+
+    def cost(length: int) -> float:
+        name = part * (length // len(part))
+        began = time.process_time()
+        for read in (kineto_names.executed_phase, kineto_names.annotated_phase, kineto_names.layer_of,
+                     kineto_names.kernel_collective, kineto_names.collective_kind, kineto_names.step_of):  # fmt: skip
+            getattr(read, "__wrapped__", read)(name)
+        kineto_names.CACHE_WRITER.search(name)
+        return time.process_time() - began
+
+    assert cost(40_000) < 30 * max(min(cost(4_000) for _ in range(3)), 0.002)
+
+
+def test_of_a_long_name_the_beginning_is_read() -> None:
+    text = pa.array(["x" * 600 + "EpDispatchKernel", "EpDispatchKernel" + "x" * 600, "é" * 600])
+    assert [len(name) for name in kineto_names.read_of(text).to_pylist()] == [512, 512, 512]
+    assert [kineto_names.executed_phase(name) for name in kineto_names.read_of(text).to_pylist()] == [
+        None,
+        "dispatch",
+        None,
+    ]

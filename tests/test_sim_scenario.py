@@ -264,6 +264,7 @@ def test_every_default_is_in_its_range() -> None:
         (A + "[cost]\nstep = 0", "[cost] step: must be a number above 0, not 0"),
         (A + "[cost]\nhost_gap = -0.1", "[cost] host_gap: must be a number from 0, not -0.1"),
         (A + "[ranks]\ntopk = 17", "[ranks] topk: must be at most experts, 16, not 17"),
+        (A + "[ranks]\nrouted = 0", "[ranks] routed: must be a whole number from 1, not 0"),
         (A + "[ranks]\nhosts = 2", "[ranks] hosts: must be at most the number of ranks, 1, not 2"),
         (A + "[ranks]\noffset_s = [0, 0]", "[ranks] offset_s: has 2 entries, but there are 1 ranks"),
         (

@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import random
+import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,6 +70,17 @@ def test_nothing_is_run(pickled: bytes, tmp_path: Path, monkeypatch: pytest.Monk
     assert not (tmp_path / "executed").exists()
 
 
+def doubled(times: int) -> bytes:
+    """Pairs of the same object, inside each other: few bytes, very many ways through them."""
+    return b"K\x01" + b"".join(b"q%ch%c\x86" % (n, n) for n in range(times))
+
+
+def alike(count: int) -> bytes:
+    """Numbers as keys that Python's dictionaries cannot tell apart quickly."""
+    prime = (1 << 61) - 1
+    return b"".join(b"\x8a\x0a" + (prime * n).to_bytes(10, "little") + b"N" for n in range(1, count))
+
+
 @pytest.mark.parametrize(
     "pickled",
     [
@@ -81,6 +93,15 @@ def test_nothing_is_run(pickled: bytes, tmp_path: Path, monkeypatch: pytest.Monk
         pytest.param(b"\x80\x02]" + b"2" * 1_000_000 + b".", id="copies"),
         pytest.param(b"\x80\x02}(" + b"K\x01" * 3 + b"u.", id="odd pairs"),
         pytest.param(b"\x80\x02}]NsN.", id="key that cannot be one"),
+        pytest.param(b"\x80\x02})" + b"\x85" * 300_000 + b"Ns.", id="deep key"),
+        pytest.param(b"\x80\x02}" + doubled(60) + b"Ns.", id="key of copies"),
+        pytest.param(b"\x80\x02}(" + alike(80_000) + b"u.", id="keys that seem equal"),
+        pytest.param(
+            b"\x80\x02ccollections\nOrderedDict\n](" + doubled(60) + b"K\x01\x86e\x85R.", id="items"
+        ),
+        pytest.param(b"\x80\x02" + b"]" * 100 + b"a" * 99 + b".", id="lists inside each other"),
+        pytest.param(b"\x80\x02}q\x01h\x07Ns.", id="object that is not there"),
+        pytest.param(b"\x80\x02s.", id="nothing to take"),
         pytest.param(b"", id="empty"),
         pytest.param(b"\x80\x02", id="no end"),
     ],
@@ -219,3 +240,73 @@ def test_every_plain_storage_can_be_read(tmp_path: Path) -> None:
     path = archive(tmp_path / "b", pickled_counts("BFloat16Storage", 4, (2, 2), (2, 1)), {"0": b"\0" * 8})
     with pytest.raises(BadInput, match="BFloat16Storage is not read"):
         read(path)
+
+
+def test_keys_may_be_names_and_some_small_numbers(tmp_path: Path) -> None:
+    numbered = b"}(" + b"".join(b"M" + n.to_bytes(2, "little") + b"N" for n in range(1_000)) + b"u"
+    pickled = b"\x80\x02}(X\x07\0\0\0recordsq\x01](" + numbered + b"}h\x01Nseu."
+    source, rows = read(archive(tmp_path / "x.pt", pickled))
+    assert not rows
+    assert dict(source.tally.rejected) == {"record without tokens by expert": 2}
+    many = b"".join(b"J" + n.to_bytes(4, "little") + b"N" for n in range(100_001))
+    with pytest.raises(BadInput, match="very many numbers"):
+        read(archive(tmp_path / "y.pt", b"\x80\x02}(" + many + b"u."))
+
+
+@pytest.mark.parametrize("shape", [(0, 1 << 30, 1 << 30), (1 << 30, 1 << 30, 0), (1 << 30, 0, 1 << 30)])
+def test_an_empty_tensor_of_impossible_size_is_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
+    path = archive(tmp_path / "x.pt", pickled_counts("LongStorage", 1, shape, (1, 1, 1)), {"0": b"\0" * 8})
+    with pytest.raises(BadInput, match="impossible size"):
+        read(path)
+
+
+def pass_counts(memo: bytes = b"") -> bytes:
+    """The tensor of `pickled_counts`, one layer of 64 slots, as it stands in a pickle."""
+    whole = pickled_counts("ByteStorage", 64, (1, 64), (64, 1))
+    return whole[whole.index(b"ctorch") : -2] + memo
+
+
+def test_an_object_that_is_named_often_is_read_once(tmp_path: Path) -> None:
+    counted = b"X\x15\0\0\0global_physical_count"
+    record = b"}" + counted + pass_counts() + b"sq\x05"
+    pickled = b"\x80\x02}X\x07\0\0\0records](" + record + b"h\x05" * 30_000 + b"es."
+    source, rows = read(archive(tmp_path / "x.pt", pickled, {"0": b"\1" * 64}))
+    assert len(rows) == 64
+    assert source.tally.rejected == {"record that is in the recording already": 30_000}
+    # Other records, the same tensor.
+    record = b"}q\x05" + counted + b"q\x06" + pass_counts(b"q\x07") + b"s"
+    pickled = b"\x80\x02}X\x07\0\0\0records](" + record + b"}h\x06h\x07s" * 30_000 + b"es."
+    path = archive(tmp_path / "y.pt", pickled, {"0": b"\1" * 64})
+    source, rows = read(path)
+    assert len(rows) < 2 * path.stat().st_size
+    [(reason, count)] = source.tally.rejected.items()
+    assert reason == "the tensors are more than the archive holds: they share the same numbers"
+    assert count + len(rows) / 64 == 30_001
+
+
+def test_many_small_steps_are_read_together(tmp_path: Path) -> None:
+    steps = 200_000
+    counts = np.ones((steps, 1, 1), "u1")
+    counts[7] = 0
+    path = archive(
+        tmp_path / "x.pt", pickled_counts("ByteStorage", steps, counts.shape, (1, 1, 1)), {"0": counts.tobytes()}
+    )  # fmt: skip
+    began = time.process_time()
+    source = Source(path)
+    numbers = np.concatenate([rows["step"].to_numpy() for _, rows in COLLECTOR.read(source)])
+    assert time.process_time() - began < 3
+    assert numbers.tolist() == [n for n in range(steps) if n != 7]
+    assert source.tally.skipped == {"step without tokens": 1}
+
+
+def test_tokens_that_no_server_has_are_counted_and_left_out(tmp_path: Path) -> None:
+    counts = np.array([[[1, 2]], [[1 << 62, 1]], [[-1, 1]], [[(1 << 44) + 1, 0]], [[3, 1 << 44]]], "<i8")
+    path = archive(
+        tmp_path / "x.pt", pickled_counts("LongStorage", 10, counts.shape, (2, 2, 1)), {"0": counts.tobytes()}
+    )
+    source, rows = read(path)
+    assert [(row["step"], row["tokens"]) for row in rows] == [(0, 1), (0, 2), (4, 3), (4, 1 << 44)]
+    assert source.tally.rejected == {
+        "tokens of an expert are negative": 1,
+        "tokens of an expert are more than any server has": 2,
+    }

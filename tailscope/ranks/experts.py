@@ -31,6 +31,8 @@ from tailscope.store import Trace, schema_of
 MOST_WINDOWS, TOKENS_A_WINDOW = 12, 64
 #: More layers and experts than any model has; what is numbered higher is none.
 MOST_LAYERS, MOST_EXPERTS = 512, 4_096
+#: Tokens that are believed of one row, and of a sum: what is more cannot be counted one by one any more, or in a BIGINT.
+MOST_TOKENS, MOST_SUM = 1 << 44, 1 << 53
 #: Spare slots on each rank, beyond those there are, that a placement is tried with: each holds one more expert a layer.
 MORE_SPARE = (0, 1, 2)
 #: Routing that is even would look so uneven in fewer than one of a hundred recordings.
@@ -92,7 +94,7 @@ CREATE OR REPLACE TEMP TABLE expert_counts AS
 SELECT coalesce(instance, '') AS instance, slot IS NOT NULL AS by_slot, CASE WHEN slot IS NULL THEN recorded_ns END AS recording,
        step, rank AS counted_by, layer, expert, slot, tokens
 FROM expert_load
-WHERE tokens >= 0 AND layer BETWEEN 0 AND {MOST_LAYERS - 1} AND ($instance IS NULL OR instance = $instance)
+WHERE tokens BETWEEN 0 AND {MOST_TOKENS} AND layer BETWEEN 0 AND {MOST_LAYERS - 1} AND ($instance IS NULL OR instance = $instance)
   AND coalesce(slot, expert) BETWEEN 0 AND {MOST_EXPERTS - 1} AND coalesce(expert, 0) BETWEEN 0 AND {MOST_EXPERTS - 1}
 """
 _STEPS = """
@@ -104,7 +106,7 @@ FROM (SELECT DISTINCT instance, by_slot, recording, step FROM expert_counts)
 _FOUND = """
 SELECT c.instance, c.by_slot, s.steps, max(c.layer) + 1 AS layers, max(c.expert) + 1 AS experts, max(c.slot) + 1 AS slots,
        sum(c.tokens) AS tokens, count(DISTINCT c.layer) AS used_layers, count(*) FILTER (WHERE c.expert IS NULL) AS unplaced,
-       count(DISTINCT c.counted_by) AS counting, max(c.counted_by) + 1 AS counting_to
+       count(DISTINCT c.counted_by) AS counting, max(c.counted_by)::HUGEINT + 1 AS counting_to
 FROM expert_counts c
 JOIN (SELECT instance, by_slot, count(*) AS steps FROM expert_steps GROUP BY ALL) s USING (instance, by_slot)
 GROUP BY ALL HAVING sum(c.tokens) > 0 ORDER BY c.instance, c.by_slot
@@ -174,13 +176,8 @@ def _recorded(trace: Trace, found: dict[str, Any]) -> _Set:
     # With some slots' experts unknown, nothing is known of experts; with slots, of logical ones.
     experts = None if found["unplaced"] else found["experts"]
     places = slots if by_slot else found["experts"]
-    windows = int(
-        np.clip(
-            found["tokens"] // (found["used_layers"] * places * TOKENS_A_WINDOW),
-            1,
-            min(MOST_WINDOWS, found["steps"]),
-        )
-    )
+    fitting = int(found["tokens"]) // (found["used_layers"] * places * TOKENS_A_WINDOW)
+    windows = max(1, min(fitting, MOST_WINDOWS, found["steps"]))
     key = {"instance": found["instance"], "by_slot": by_slot}
     parameters = {**key, "windows": windows, "steps": found["steps"]}
 
@@ -206,7 +203,7 @@ def _recorded(trace: Trace, found: dict[str, Any]) -> _Set:
         "placement": None if ranks is None else "recorded" if by_slot else "contiguous",
         "steps": found["steps"],
         "windows": windows,
-        "tokens": int(found["tokens"]),
+        "tokens": int(found["tokens"]) if found["tokens"] <= MOST_SUM else None,
     }
     by_rank = None
     if ranks and in_slots is not None:
@@ -226,7 +223,7 @@ def _ranks(trace: Trace, found: dict[str, Any], places: int) -> tuple[int | None
         count, source = int(found["counting"]), "recorded"
     else:
         [told] = trace.rows(
-            "SELECT max(greatest(coalesce(ep, 0) + 1, coalesce(world_size, 0))) AS ranks FROM profiles "
+            "SELECT max(greatest(coalesce(ep, 0)::HUGEINT + 1, coalesce(world_size, 0))) AS ranks FROM profiles "
             "WHERE coalesce(instance, '') = $instance",
             {"instance": found["instance"]},
         )
@@ -266,6 +263,9 @@ def _scraped(trace: Trace, scope: Scope) -> list[_Set]:
                 last, first = np.array(row["last"], np.float64), np.array(row["first"], np.float64)
                 # A counter that fell was set to zero by a restart.
                 since = last - first if row["samples"] > 1 and (last >= first).all() else last
+                # What is no number, or beyond all counts, says nothing.
+                if not (np.abs(since) <= MOST_TOKENS).all():
+                    continue
                 tokens[0, row["layer"]] += np.maximum(np.diff(since[:-1], prepend=0.0), 0.0)
         if tokens.sum() > 0:
             used = int((tokens.sum(axis=2) > 0).sum())

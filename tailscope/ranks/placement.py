@@ -25,6 +25,10 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
+#: Of more tokens SciPy finds no quantiles; chance does no more to them than to so many.
+MOST_DRAWN = float(1 << 53)
+
+
 def max_over_mean(loads: Floats) -> Floats:
     """How much the most loaded of the last axis has over the mean: 1 is even. NaN where there is no load."""
     mean = loads.mean(axis=-1)
@@ -36,14 +40,16 @@ def by_chance(tokens: Floats, bins: int, probability: float, draws: int = 1) -> 
     """Max/mean that even routing of so many tokens to so many experts, or ranks, exceeds with at most this probability
     in any of `draws` layers: the binomial tail of each (Bonferroni). Experts of a token exclude each other, which makes
     the real spread a little less."""
-    at_most = stats.binom.isf(probability / (bins * draws), np.asarray(tokens), 1 / bins)
+    tokens = np.minimum(tokens, MOST_DRAWN)
+    at_most = stats.binom.isf(probability / (bins * draws), tokens, 1 / bins)
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.asarray(np.where(tokens > 0, at_most * bins / tokens, np.nan))
 
 
 def usual_by_chance(tokens: Floats, bins: int) -> Floats:
     """Median of the max/mean of even routing: even a perfect router is not even when it has few tokens."""
-    at_most = stats.binom.ppf(0.5 ** (1 / bins), np.asarray(tokens), 1 / bins)
+    tokens = np.minimum(tokens, MOST_DRAWN)
+    at_most = stats.binom.ppf(0.5 ** (1 / bins), tokens, 1 / bins)
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.asarray(np.where(tokens > 0, at_most * bins / tokens, np.nan))
 

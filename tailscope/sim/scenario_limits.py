@@ -78,6 +78,7 @@ RANGES: dict[str, Range] = {
     "Ranks.layers": Range(1, 256),
     "Ranks.experts": Range(1, 65_536),
     "Ranks.topk": FROM_1,
+    "Ranks.routed": FROM_1,
     "Ranks.hot": SHARE,
     "Ranks.attention_share": SHARE,
     "Ranks.spread": Range(0, 2),
