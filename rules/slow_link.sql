@@ -41,14 +41,15 @@ ranks AS (
 ),
 transfers AS (
     SELECT "window", "group", kind, size, count(*) AS rounds, median(transfer_ns) AS transfer_ns
-    FROM rounds WHERE is_last GROUP BY "window", "group", kind, size HAVING count(*) >= $steps
+    FROM rounds WHERE is_last AND size >= 0 GROUP BY "window", "group", kind, size HAVING count(*) >= $steps
 ),
 -- In an exchange the shortest stay is that of who got least, which differs from time to time.
 at_times AS (
     SELECT "window", "group", count(*) AS rounds, count(*) FILTER (WHERE slow_ns > 0) AS slow_rounds,
            count(DISTINCT at_step) FILTER (WHERE slow_ns > 0) AS slow_steps, sum(slow_ns) AS slow_ns, arg_max(kind, slow_ns) AS kind,
            median(usual_transfer_ns) FILTER (WHERE slow_ns > 0) AS usual_ns, median(transfer_ns) FILTER (WHERE slow_ns > 0) AS slow_transfer_ns
-    FROM rounds WHERE is_last AND kind <> 'all_to_all' GROUP BY "window", "group"
+    -- What no size is known of may be long because it is large.
+    FROM rounds WHERE is_last AND kind <> 'all_to_all' AND size >= 0 GROUP BY "window", "group"
 ),
 -- Groups beside it whose collectives are of the same kind and size, with as many ranks.
 members AS (SELECT "window", "group", list(DISTINCT rank ORDER BY rank) AS members FROM rounds GROUP BY "window", "group"),

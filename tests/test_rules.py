@@ -79,7 +79,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "rank_rounds": {
         "window": 0, "group": "", "complete": True, "kind": "all_reduce", "phase": "combine", "error_ns": 1000.0, "is_last": False,
-        "is_shortest": False, "caused_ns": 0, "own_ns": 0, "wait_ns": 0, "transfer_ns": 1_000_000, "slow_ns": 0, "exit_ns": 0, "left_late_ns": 0,
+        "is_shortest": False, "caused_ns": 0, "own_ns": 0, "wait_ns": 0, "transfer_ns": 1_000_000, "slow_ns": 0, "exit_ns": 0, "left_late_ns": 0, "size": 96,
         "end_ns": 11_000_000,
     },
     "expert_work": {"window": 0, "group": "", "layer": 0, "recorded": False},

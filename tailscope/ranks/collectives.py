@@ -33,11 +33,16 @@ def _index_sql(column: str, names: Iterable[str]) -> str:
 
 
 _COLLECTIVES = f"""
+WITH batches AS (
+    -- Kernels that tell no bytes move as many as their batch has tokens.
+    SELECT iteration AS step, max(coalesce(prefill_tokens, 0) + coalesce(decode_tokens, 0)) AS batch
+    FROM iterations WHERE source = $source AND coalesce(prefill_tokens, decode_tokens) IS NOT NULL GROUP BY iteration
+)
 SELECT start_ns, start_ns + duration_ns AS end_ns, ({_index_sql("collective", KINDS)})::TINYINT AS kind,
        ({_index_sql("phase", PHASES)})::TINYINT AS phase, coalesce(seq, -1) AS seq, ({{group}})::INTEGER AS "group",
        coalesce(TRY_CAST(group_size AS INTEGER), 0) AS group_size, coalesce(TRY_CAST(step AS INTEGER), -1) AS step,
-       coalesce(TRY_CAST(layer AS INTEGER), -1) AS layer, coalesce(bytes_in, -1) AS bytes, coalesce(tokens, -1) AS tokens
-FROM rank_events WHERE source = $source AND collective IS NOT NULL AND duration_ns IS NOT NULL
+       coalesce(TRY_CAST(layer AS INTEGER), -1) AS layer, coalesce(bytes_in, batch, -1) AS bytes, coalesce(tokens, -1) AS tokens
+FROM rank_events LEFT JOIN batches USING (step) WHERE source = $source AND collective IS NOT NULL AND duration_ns IS NOT NULL
 ORDER BY start_ns, end_ns
 """
 _OPS = f"""
