@@ -23,10 +23,9 @@ from numpy.typing import NDArray
 from scipy.stats import binomtest
 
 from tailscope import registry, stats
-from tailscope.align import Scope, align
 from tailscope.config import Config
+from tailscope.engine import diagnose
 from tailscope.ledger.coupling import Victims, exposure
-from tailscope.ranks.compared import write_ranks
 from tailscope.sim.engine import simulate
 from tailscope.sim.outcome import EngineOutcome, Outcome, Requests, Runs, Steps, ns
 from tailscope.sim.ranks import RankWorld
@@ -191,11 +190,6 @@ STRAGGLER, STRAGGLER_SQL = next(
     (rule, sql) for rule, sql in registry.rules() if rule.name == "straggler-rank"
 )
 by_chance: Callable[..., float] = importlib.import_module(STRAGGLER.decide.__module__).by_chance
-#: What the rule's query reads beside the ranks: nothing, here.
-NO_TAIL = (
-    "CREATE TEMP TABLE excess (klass VARCHAR, metric VARCHAR, component VARCHAR, excess_s DOUBLE)",
-    "CREATE TEMP TABLE class_rows (klass VARCHAR, metric VARCHAR, excess_s DOUBLE, slo_broken BOOLEAN, tail_rule VARCHAR)",
-)
 
 
 def alike(seed: int) -> tuple[Outcome, dict[str, float]]:
@@ -252,10 +246,7 @@ def straggler_null(seed: int) -> Result:
     try:
         write_trace(profile_tables(outcome), folder / "trace.parquet")
         with Trace(str(folder / "trace.parquet"), threads=1) as trace:
-            align(trace, Config(), Scope())
-            write_ranks(trace, Scope())
-            for statement in NO_TAIL:
-                trace.connection.execute(statement)
+            diagnose(trace, Config())
             limits = {name: limit for name, limit in STRAGGLER.limits.items() if f"${name}" in STRAGGLER_SQL}
             rows = trace.rows(STRAGGLER_SQL, limits)
     finally:
