@@ -21,6 +21,7 @@ from tailscope.model import (
 )
 
 from ._expert_loads import Row, balance_decision, estimate_limits, load_decision, load_evidence
+from ._ranks import unprofiled
 from ._tails import WAITING, Part, part_of, severity_by
 
 #: Layers and ranks that are named.
@@ -138,9 +139,7 @@ def hot(window: Row, load: Row | None, saved: float, shares: tuple[float, float,
         text = "tokens are those of a recording at another time than the profiles"
         counter.append(Evidence(text, {"recorded": True}))
     counter += estimate_limits(load)
-    if window["missing"]:
-        text = f"{window['missing']} of {window['world_size']} ranks have no profile in this window"
-        counter.append(Evidence(text))
+    counter += unprofiled(window)
     victims = [
         Party("rank", str(r["rank"]), {"idle_s": round(r["idle_ns"] / 1e9, 6)})
         for r in (window["idle"] or [])

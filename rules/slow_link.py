@@ -17,31 +17,28 @@ from tailscope.model import (
     Rows,
     Rule,
     Threshold,
-    summed_up,
 )
 
+from ._ranks import HEALTHY, MATCHED, SHARE, by_window, unfit, unprofiled, unsure
 from ._tails import part_of, severity_by
 
 Row = Mapping[str, Any]
 
 
 def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
-    decisions = [
-        window_decision(list(window), limits) for _, window in groupby(rows, key=lambda r: r["window"])
-    ]
-    return summed_up(decisions, RULE.missing)
+    return by_window(rows, lambda window: window_decision(window, limits), RULE.missing)
 
 
 def window_decision(rows: Sequence[Row], limits: Mapping[str, float]) -> Decision:
     """What one window of profiles says."""
     window = rows[0]
+    if window["present"] < 2 and window["world_size"] == 1:
+        return Decision("clear", "one rank: no link")
     if window["no_link"]:
         return Decision(
             "clear", "the ranks' processes are on one host and speak by gloo: there is no link between them"
         )
     if not window["steps"]:
-        if window["world_size"] == 1:
-            return Decision("clear", "one rank: no link")
         if window["missing"]:
             return Decision(
                 "inconclusive",
@@ -50,12 +47,8 @@ def window_decision(rows: Sequence[Row], limits: Mapping[str, float]) -> Decisio
         return Decision("no-data", RULE.missing)
     if window["steps"] < limits["steps"]:
         return Decision("inconclusive", f"{window['steps']} steps are too few to know a usual transfer")
-    if window["unmatched"] > (1 - limits["matched"]) * window["collectives"]:
-        return Decision(
-            "inconclusive",
-            f"{window['unmatched']} of {window['collectives']} collectives have no counterpart on another rank: "
-            "the profiles do not fit each other",
-        )
+    if unfitting := unfit(window, limits["matched"]):
+        return unfitting
     by_rank = [r for r in rows if r["rank"] is not None]
     of_kind = [list(some) for _, some in groupby(by_rank, key=lambda r: (r["rank_group"], r["rank_kind"]))]
     links = [found for some in of_kind if (found := of_ranks(some, limits))]
@@ -69,12 +62,8 @@ def window_decision(rows: Sequence[Row], limits: Mapping[str, float]) -> Decisio
             "inconclusive",
             f"profiles of {window['present']} of {window['world_size']} ranks: what looks like a transfer may be a wait for another",
         )
-    if window["unmatched"] > (1 - limits["healthy"]) * window["collectives"]:
-        return Decision(
-            "inconclusive",
-            f"{window['unmatched']} of {window['collectives']} collectives have no counterpart on another rank: too many to "
-            "call all links alike",
-        )
+    if undecided := unsure(window, limits["healthy"], "all links"):
+        return undecided
     if not by_rank and window["by_ends"]:
         return Decision(
             "clear",
@@ -187,10 +176,7 @@ def finding(
     if tail:
         victims.append(tail.victim)
         evidence.append(tail.evidence("slow transfer"))
-    if row["missing"]:
-        counter.append(
-            Evidence(f"{row['missing']} of {row['world_size']} ranks have no profile in this window")
-        )
+    counter += unprofiled(row)
     return Finding(
         rule=RULE.name,
         status="found",
@@ -219,18 +205,8 @@ RULE = Rule(
     needs=("profiles",),
     missing="needs torch profiler traces of at least two ranks of one world at one time",
     thresholds=(
-        Threshold(
-            "matched",
-            0.5,
-            "0-1",
-            "Where half of the collectives stay alone the others may be paired wrongly.",
-        ),
-        Threshold(
-            "healthy",
-            0.9,
-            "0-1",
-            "To say that no link is slow nearly all collectives must have been compared.",
-        ),
+        MATCHED,
+        HEALTHY,
         Threshold(
             "errors", 3, "x", "Below three times the clocks' error nothing is known of who left first."
         ),
@@ -242,7 +218,7 @@ RULE = Rule(
         ),
         Threshold("steps", 8, "", "With fewer steps no transfer is known to be usual."),
         Threshold("times", 3, "", "A transfer beyond five deviations in three steps is no chance."),
-        Threshold("share", 0.05, "0-1", "Less than a twentieth of the steps' time is not worth acting on."),
+        SHARE,
         Threshold(
             "felt",
             0.15,

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from math import isfinite
 from statistics import median
 from typing import Any
 
-import numpy as np
 from scipy import stats
 
 from tailscope.model import (
@@ -21,29 +19,19 @@ from tailscope.model import (
     Rule,
     Severity,
     Threshold,
-    summed_up,
 )
-from tailscope.stats import allows_quantile, change_point, quantile_interval, uncorrelated
 
+from ._lateness import cause_of, common_evidence, others, over_time, place_of, where
+from ._ranks import HEALTHY, MATCHED, SHARE, Row, alone, by_window, unfit, unprofiled, unsure
 from ._tails import WAITING, Part, part_of, severity_by
 
-Row = Mapping[str, Any]
 #: From this many other ranks on their spread says what is ordinary.
 MANY_OTHERS = 3
-#: From so many times the others' tokens on load may be a cause.
-MORE_LOAD = 1.2
-#: Share of the extra work that tokens account for, from which load is the cause, and below which it is none.
-LOAD, NO_LOAD = 0.7, 0.3
-#: A change of level is told of from so many steps, at this p, where lateness at least doubles or halves.
-CHANGE_STEPS, CHANGE_P, CHANGE_RATIO = 20, 0.01, 2.0
 
 
 def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
     all_ns = sum(r["own_ns"] or 0 for r in rows)
-    decisions = [
-        unless_missing(list(window), all_ns, limits) for _, window in groupby(rows, key=lambda r: r["window"])
-    ]
-    return summed_up(decisions, RULE.missing)
+    return by_window(rows, lambda window: unless_missing(window, all_ns, limits), RULE.missing)
 
 
 def unless_missing(rows: Sequence[Row], all_ns: int, limits: Mapping[str, float]) -> Decision:
@@ -71,12 +59,8 @@ def window_decision(rows: Sequence[Row], all_ns: int, limits: Mapping[str, float
     worst = max(rows, key=lambda r: (r["own_ns"], r["decided_ns"]))
     undecided_ns = sum(r["caused_ns"] - r["decided_ns"] for r in rows)
     decided_ns = sum(r["decided_ns"] for r in rows)
-    if window["unmatched"] > (1 - limits["matched"]) * window["collectives"]:
-        return Decision(
-            "inconclusive",
-            f"{window['unmatched']} of {window['collectives']} collectives have no counterpart on another rank: "
-            "the profiles do not fit each other",
-        )
+    if unfitting := unfit(window, limits["matched"]):
+        return unfitting
     if undecided_ns > decided_ns and not isfinite(window["error_ns"]):
         return Decision("inconclusive", "too few collectives in common to know the ranks' clocks")
     if undecided_ns > decided_ns and undecided_ns >= limits["share"] * window["step_ns"]:
@@ -113,12 +97,8 @@ def window_decision(rows: Sequence[Row], all_ns: int, limits: Mapping[str, float
             f"rank {worst['rank']} is the latest in {worst['lead_steps']} of {window['steps']} {window['unit']}, which are too few to "
             "tell it from chance",
         )
-    if window["unmatched"] > (1 - limits["healthy"]) * window["collectives"]:
-        return Decision(
-            "inconclusive",
-            f"{window['unmatched']} of {window['collectives']} collectives have no counterpart on another rank: too many to "
-            "call the ranks alike",
-        )
+    if undecided := unsure(window, limits["healthy"], "the ranks"):
+        return undecided
     round_about = 1 - window["no_skew_ns"] / window["replayed_ns"] if window["replayed_ns"] else 0.0
     even = share < limits["share"] * len(rows)
     if round_about >= limits["rotating"] and even and window["steps"] >= limits["steps"]:
@@ -260,70 +240,6 @@ def persistent(
     return finding(late, "persistent", where(late["phases"]), severity, tail, evidence, counter, cause)
 
 
-def cause_of(late: Row) -> tuple[str, list[Evidence]]:
-    """What makes the rank's work take longer: load, host, compute, or compute and load; and what says so."""
-    phases = late["phases"] or []
-    total = sum(phase["own_ns"] for phase in phases)
-    idle = sum(phase["own_ns"] for phase in phases if phase["phase"] == "idle")
-    if total and idle >= total / 2:
-        text = "its GPU stands idle meanwhile: the host launches its work late"
-        return "host", [Evidence(text, {"idle_ns": idle, "late_ns": total})]
-    tokens, others, what = (
-        late["tokens"],
-        late["others_tokens"],
-        "its experts got {:.2f} x the others' tokens there",
-    )
-    if phases and phases[0]["phase"] != "expert":
-        # What an engine's own ranks compute beside the experts is its own batch.
-        tokens, others = late["batch_tokens"], late["others_batch_tokens"]
-        what = "its batches held {:.2f} x the others' tokens in those steps"
-    if not tokens or not others:
-        return "compute", []
-    ratio = tokens / others
-    text = what.format(ratio)
-    top = phases[0] if phases else None
-    if top is None or not top["others_ns"] or top["work_ns"] <= top["others_ns"]:
-        return "compute", [Evidence(text, {"tokens_ratio": ratio})]
-    slower = top["work_ns"] / top["others_ns"]
-    explained = min(max((ratio - 1) / (slower - 1), 0.0), 1.0)
-    cause, means = "compute and load", f"load accounts for {explained:.0%} of it"
-    if ratio >= MORE_LOAD and explained >= LOAD:
-        cause, means = "load", f"{means}, the rank is not slow"
-    elif ratio < MORE_LOAD or explained <= NO_LOAD:
-        cause, means = "compute", "load is no cause"
-    data = {"tokens_ratio": ratio, "work_ratio": slower, "explained": explained}
-    return cause, [Evidence(f"{text}, its work took {slower:.2f} x theirs: {means}", data)]
-
-
-def over_time(late: Row) -> list[Evidence]:
-    """When its lateness changed, and how large it is in the worst steps where there are enough to say."""
-    by_step = np.array(late["own_by_step"] or [], float)
-    found = []
-    if len(by_step) >= CHANGE_STEPS:
-        at, p = change_point(by_step)
-        before, after = by_step[:at].mean(), by_step[at:].mean()
-        if p < CHANGE_P and max(before, after) >= CHANGE_RATIO * min(before, after):
-            text = f"its lateness changed at step {at} of {len(by_step)}: {before / 1e6:.3g} ms a step before, {after / 1e6:.3g} ms after (p = {p:.2g})"
-            found.append(Evidence(text, {"step": at, "before_ns": before, "after_ns": after, "p": p}))
-    n_eff = uncorrelated(by_step, np.arange(len(by_step))) if len(by_step) else 0.0
-    interval = quantile_interval(by_step, 0.99, n_eff) if allows_quantile(0.99, n_eff) else None
-    if interval is not None:
-        p99 = float(np.quantile(by_step, 0.99))
-        text = f"p99 of its lateness in a step {p99 / 1e6:.3g} ms ({interval[0] / 1e6:.3g} to {interval[1] / 1e6:.3g} ms, {n_eff:.0f} effective steps)"
-        found.append(Evidence(text, {"p99_ns": p99, "interval_ns": list(interval), "n_eff": n_eff}))
-    gaps = late["gaps"]
-    if gaps:
-        text = f"without its lateness the p50 ITL of {gaps['klass']} in those steps would be {gaps['p50_without_s'] * 1e3:.3g} ms instead of {gaps['p50_s'] * 1e3:.3g} ms"
-        if allows_quantile(0.99, gaps["gaps"]):
-            text += f", the p99 {gaps['p99_without_s'] * 1e3:.3g} instead of {gaps['p99_s'] * 1e3:.3g} ms"
-        found.append(
-            Evidence(
-                text + f" ({gaps['gaps']} gaps; at most, other batches would have been scheduled)", dict(gaps)
-            )
-        )
-    return found
-
-
 def not_one(rows: Sequence[Row], share: float, chance: float, limits: Mapping[str, float]) -> Finding:
     """Steps are as slow as their slowest part, but without any one rank's lateness they would take about as long: another is
     as late. Either some ranks are late together, which a host or a switch may have in common, or it is each one's turn."""
@@ -401,36 +317,6 @@ def passing(rows: Sequence[Row], late: Row, tail: Part | None) -> Finding:
     return finding(late, "transient", place, severity, tail, [*evidence, *why], [], cause)
 
 
-def common_evidence(rows: Sequence[Row], late: Row, share: float) -> list[Evidence]:
-    """Wait caused, clocks, who waits where, load."""
-    evidence = [
-        Evidence(
-            f"its own lateness cost {late['own_ns'] / 1e6:.3g} ms of {late['step_ns'] / 1e6:.4g} ms of steps ({share:.0%}); "
-            + "the next rank's "
-            + f"{max((r['own_ns'] for r in rows if r['rank'] != late['rank']), default=0) / 1e6:.3g} ms",
-            {"own_ns": late["own_ns"], "step_ns": late["step_ns"]},
-        )
-    ]
-    waited = sum(r["wait_ns"] for r in rows)
-    in_all = waited + late["transfer_ns"] * len(rows)
-    evidence.append(
-        Evidence(
-            f"of a rank's {in_all / 1e6 / len(rows):.3g} ms in collectives {waited / max(in_all, 1):.0%} is waiting for the last to "
-            f"come, {1 - waited / max(in_all, 1):.0%} transfer",
-            {"wait_ns": waited, "transfer_ns": late["transfer_ns"]},
-        )
-    )
-    agreed = late["agreed_ns"] / late["decided_ns"] if late["decided_ns"] else 0.0
-    evidence.append(
-        Evidence(
-            f"without any clock: where it is last it also leaves soonest, in {agreed:.0%} of the wait; two clocks together are known "
-            f"to {late['error_ns'] / 1e6:.3g} ms",
-            {"agreed": agreed, "error_ns": late["error_ns"]},
-        )
-    )
-    return evidence
-
-
 def finding(
     late: Row,
     pattern: str,
@@ -442,13 +328,10 @@ def finding(
     cause: str,
 ) -> Finding:
     waiting = late["waits"] or []
-    if late["missing"]:
-        counter.append(
-            Evidence(f"{late['missing']} of {late['world_size']} ranks have no profile in this window")
-        )
+    counter += unprofiled(late)
     if late["unmatched"]:
-        text = f"{late['unmatched']} of {late['collectives']} collectives have no counterpart on another rank"
-        counter.append(Evidence(text, {"unmatched": late["unmatched"], "collectives": late["collectives"]}))
+        data = {"unmatched": late["unmatched"], "collectives": late["collectives"]}
+        counter.append(Evidence(alone(late), data))
     victims = [
         Party(
             "rank",
@@ -494,36 +377,6 @@ def remedies(cause: str, severity: Severity) -> tuple[Remedy, ...]:
     return fitting if severity != "low" else fitting[:2]
 
 
-def others(waiting: Sequence[Row]) -> str:
-    if len(waiting) == 1:
-        return f"rank {waiting[0]['rank']} waits"
-    return f"{len(waiting)} ranks wait"
-
-
-def where(phases: Sequence[Row] | None) -> str:
-    """The phase that the lateness comes from; none where it is spread over several."""
-    if not phases:
-        return "its own work"
-    total = sum(phase["own_ns"] for phase in phases)
-    top = phases[0]
-    if top["own_ns"] < 0.5 * total or top["phase"] == "other":
-        return "work in no single phase"
-    return place_of(top["phase"], top["layers"] or [])
-
-
-def place_of(phase: str, layers: Sequence[int]) -> str:
-    name = {
-        "expert": "expert compute",
-        "attention": "attention",
-        "router": "routing",
-        "moe": "the MoE layers",
-        "idle": "launches of its host",
-    }.get(phase, "work in no single phase")
-    if not layers:
-        return name
-    return f"{name} of layer {layers[0]}" if len(layers) == 1 else f"{name} of {len(layers)} layers"
-
-
 def tail_of(late: Row, all_ns: int) -> Part | None:
     """What of a class's tail is waiting for this rank: of the wait that all late ranks caused its part."""
     return part_of(late, late["own_ns"] / all_ns) if all_ns else None
@@ -542,18 +395,8 @@ RULE = Rule(
         Threshold(
             "errors", 3, "x", "Below three times the clocks' error nothing is known of who came first."
         ),
-        Threshold(
-            "matched",
-            0.5,
-            "0-1",
-            "Where half of the collectives stay alone the others may be paired wrongly.",
-        ),
-        Threshold(
-            "healthy",
-            0.9,
-            "0-1",
-            "To say that no rank is late nearly all collectives must have been compared.",
-        ),
+        MATCHED,
+        HEALTHY,
         Threshold(
             "agreement",
             0.5,
@@ -562,7 +405,7 @@ RULE = Rule(
         ),
         Threshold("chance", 0.01, "p", "A rank leads in so many steps by chance once in a hundred windows."),
         Threshold("steps", 5, "", "Fewer steps than five cannot reach that among two or three ranks."),
-        Threshold("share", 0.05, "0-1", "Less than a twentieth of the steps' time is not worth acting on."),
+        SHARE,
         Threshold(
             "slower",
             1.5,
