@@ -19,7 +19,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import compute
 
-from tailscope.schema import PHASES
+from tailscope.schema import GPU_CATEGORIES, PHASES
 from tailscope.source import Tally
 
 from . import _kineto_json as kineto_json
@@ -65,9 +65,11 @@ _NS = (
 )
 _TEXT_FIELDS: list[Any] = [("number", pa.int64()), ("event", pa.string())]
 _TEXTS = pa.schema(_TEXT_FIELDS)
+#: An annotation of a GPU's is on its tracks too.
+_ON_GPU = ", ".join(f"'{category}'" for category in (*GPU_CATEGORIES, "gpu_user_annotation"))
 _READ = f"""
 SELECT number, e IS NULL AS broken, CASE WHEN e.ph IS NULL THEN event END AS unread, e.ph, e.cat AS category, coalesce(e.name, '') AS name, e.tid AS thread,
-       coalesce(e.cat IN ('kernel', 'gpu_memcpy', 'gpu_memset', 'gpu_user_annotation'), false) AS on_gpu,
+       coalesce(e.cat IN ({_ON_GPU}), false) AS on_gpu,
        coalesce(e.cat IN ('user_annotation', 'gpu_user_annotation'), false) AS annotation,
        {_NS.format("e.ts")} AS start_ns, {_NS.format("e.dur")} AS duration_ns,
        coalesce(e.ph = 'X' AND start_ns IS NOT NULL AND coalesce(e.cat, '') NOT IN {{unwanted}}, false) AS kept,

@@ -35,9 +35,9 @@ EVENT_NEAR_NS = 5_000_000_000
 NOTICEABLE = 0.01
 
 
-def diagnose(trace: Trace, config: Config, scope: Scope | None = None) -> Diagnosis:
-    """Judge a trace. Raises TailscopeError only for a trace that cannot be read."""
-    scope = scope or Scope()
+def prepare(trace: Trace, config: Config, scope: Scope) -> tuple[Ledger, list[ClassRow]]:
+    """Fill the tables that rules and reports read: aligned, ranks compared, billed, contrasted. Raises TailscopeError only for
+    a trace that cannot be read, or a scope or objective that names what is not there."""
     align(trace, config, scope)
     if scope.klass is not None:
         known = [r["klass"] for r in trace.rows("SELECT DISTINCT klass FROM joined ORDER BY klass")]
@@ -60,6 +60,12 @@ def diagnose(trace: Trace, config: Config, scope: Scope | None = None) -> Diagno
     _register_class_rows(trace, classes)
     write_coupling(trace)
     write_what_if(trace)
+    return ledger, classes
+
+
+def diagnose(trace: Trace, config: Config, scope: Scope | None = None) -> Diagnosis:
+    """Judge a trace. Raises as `prepare` does."""
+    ledger, classes = prepare(trace, config, scope or Scope())
     checks: list[Check] = []
     findings: list[Finding] = []
     for rule, sql in registry.rules():

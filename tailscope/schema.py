@@ -422,5 +422,7 @@ BY_NAME: dict[str, Table] = {table.name: table for table in TABLES}
 
 #: `phase` of `rank_events`.
 PHASES = ("dispatch", "expert", "combine", "router", "attention", "moe", "collective", "eplb", "capture")
+#: Categories of torch's profiler for what runs on a GPU.
+GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 OBSERVERS = ("client", "gateway", "engine")
 STATUSES = ("ok", "error", "timeout", "rejected", "aborted", "unfinished")

@@ -7,7 +7,7 @@ from typing import Any
 
 from tailscope.align import Scope
 from tailscope.config import Config
-from tailscope.engine import diagnose
+from tailscope.engine import prepare
 from tailscope.stats import allows_quantile
 from tailscope.store import Trace
 
@@ -72,7 +72,7 @@ class WindowWhatIf:
 def what_if(trace: Trace, config: Config, scope: Scope) -> list[WindowWhatIf]:
     """Each window of profiles whose ranks' collectives were found on all of them. Savings are upper bounds: the replay leaves
     out that other batches would have been scheduled."""
-    diagnose(trace, config, scope)
+    prepare(trace, config, scope)
     windows = trace.rows(
         'SELECT w."window", any_value(world) AS world, list(DISTINCT rank ORDER BY rank) AS ranks, any_value(missing) AS missing, '
         "min(first_ns) AS first_ns, max(last_ns) AS last_ns, any_value(s.steps) AS steps, any_value(s.replayed) AS replayed, "

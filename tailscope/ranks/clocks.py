@@ -150,7 +150,7 @@ def _fit(end: Floats, common: Floats) -> Clock:
         np.array([offset]),
         0.0,
         np.inf,
-        _spread(apart - offset),
+        spread(apart - offset),
         rounds,
         "ends of collectives",
     )
@@ -166,7 +166,7 @@ def _fit(end: Floats, common: Floats) -> Clock:
         middle = float(np.median(x))
         level = float(np.median(y - slope * (x - middle)))
         edges = np.array([times.min(), times.max()])
-        around = _spread(apart - level - slope * (times - middle))
+        around = spread(apart - level - slope * (times - middle))
         if around < clock.residual_ns:
             clock = replace(
                 clock,
@@ -177,9 +177,9 @@ def _fit(end: Floats, common: Floats) -> Clock:
             )
     bins = min(BINS, rounds // BIN_ROUNDS)
     x, y, left = _points(times[order], apart[order], bins)
-    scatter = _spread(left)
+    scatter = spread(left)
     beside = y - clock.of(x)
-    if _spread(beside - np.median(beside)) > BENT * MEDIAN_ERROR * scatter / (rounds / bins) ** 0.5:
+    if spread(beside - np.median(beside)) > BENT * MEDIAN_ERROR * scatter / (rounds / bins) ** 0.5:
         clock = replace(clock, times_ns=x, offsets_ns=y, residual_ns=scatter)
     return clock
 
@@ -193,7 +193,8 @@ def _points(times: Floats, apart: Floats, bins: int) -> tuple[Floats, Floats, Fl
     return np.median(x, axis=1), middle, (y - middle[:, None]).reshape(-1)
 
 
-def _spread(values: Floats) -> float:
+def spread(values: Floats) -> float:
+    """Standard deviation of values about 0, by their median absolute deviation."""
     return MAD_TO_SIGMA * float(np.median(np.abs(values)))
 
 
@@ -210,15 +211,15 @@ def _possible(start: Floats, end: Floats, clocks: Sequence[Clock]) -> Floats:
     """How far each clock can be off at most, ns: nobody leaves before all have come, whatever the clocks are.
 
     With offsets a and b of two ranks, a - b lies between the largest start of one less the end of the other, and the
-    smallest the other way round. The rank's tightest partner bounds it, its own share with it; noise of a few rounds
-    must not make it too tight, so that the 1 % of rounds that bound most are left out.
+    smallest the other way round. Each rank is held against all others at once. Noise of a few rounds must not make a bound
+    too tight, so that the 1 % of rounds that bound most are left out.
     """
     late = np.array([row - clock.of(row) for row, clock in zip(start, clocks, strict=True)])
     left = np.array([row - clock.of(row) for row, clock in zip(end, clocks, strict=True)])
     bounds = np.full(len(clocks), np.inf)
     if len(clocks) < 2:
         return bounds
-    # Against all others at once: when the last of them came, a rank cannot have left yet.
+    # When the last of the others came, a rank cannot have left yet.
     for i in range(len(clocks)):
         others = np.arange(len(clocks)) != i
         with np.errstate(invalid="ignore"):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tailscope.ranks.sequence import UNKNOWN, Floats
 from tailscope.ranks.windows import Profile
 from tailscope.scan import quote
-from tailscope.schema import PHASES
+from tailscope.schema import GPU_CATEGORIES, PHASES
 from tailscope.store import Trace
 
 #: Collectives that nobody leaves before all have come. Others give no arrivals to compare.
@@ -26,10 +26,15 @@ OTHER, IDLE = WORK.index("other"), WORK.index("idle")
 EXPERT, DISPATCH, COMBINE = WORK.index("expert"), PHASES.index("dispatch"), PHASES.index("combine")
 
 
-def _index_sql(column: str, names: Iterable[str]) -> str:
-    """SQL for the place of a column's value among names, UNKNOWN where it is none of them."""
+def index_sql(column: str, names: Iterable[str], otherwise: int = UNKNOWN) -> str:
+    """SQL for the place of a column's value among names, `otherwise` where it is none of them."""
     cases = " ".join(f"WHEN {quote(name)} THEN {index}" for index, name in enumerate(names))
-    return f"CASE {column} {cases} ELSE {UNKNOWN} END" if cases else str(UNKNOWN)
+    return f"CASE {column} {cases} ELSE {otherwise} END" if cases else str(otherwise)
+
+
+#: As SQL lists them.
+GPU_SQL = f"({', '.join(map(quote, GPU_CATEGORIES))})"
+_NAMED_SQL = f"({', '.join(map(quote, NAMED))})"
 
 
 _COLLECTIVES = f"""
@@ -38,19 +43,19 @@ WITH batches AS (
     SELECT iteration AS step, max(coalesce(prefill_tokens, 0) + coalesce(decode_tokens, 0)) AS batch
     FROM iterations WHERE source = $source AND coalesce(prefill_tokens, decode_tokens) IS NOT NULL GROUP BY iteration
 )
-SELECT start_ns, start_ns + duration_ns AS end_ns, ({_index_sql("collective", KINDS)})::TINYINT AS kind,
-       ({_index_sql("phase", PHASES)})::TINYINT AS phase, coalesce(seq, -1) AS seq, ({{group}})::INTEGER AS "group",
+SELECT start_ns, start_ns + duration_ns AS end_ns, ({index_sql("collective", KINDS)})::TINYINT AS kind,
+       ({index_sql("phase", PHASES)})::TINYINT AS phase, coalesce(seq, -1) AS seq, ({{group}})::INTEGER AS "group",
        coalesce(TRY_CAST(group_size AS INTEGER), 0) AS group_size, coalesce(TRY_CAST(step AS INTEGER), -1) AS step,
        coalesce(TRY_CAST(layer AS INTEGER), -1) AS layer, coalesce(bytes_in, batch, -1) AS bytes, coalesce(tokens, -1) AS tokens
 FROM rank_events LEFT JOIN batches USING (step) WHERE source = $source AND collective IS NOT NULL AND duration_ns IS NOT NULL
 ORDER BY start_ns, end_ns
 """
 _OPS = f"""
-SELECT start_ns, start_ns + duration_ns AS end_ns, {_index_sql("phase", NAMED)} AS phase
+SELECT start_ns, start_ns + duration_ns AS end_ns, {index_sql("phase", NAMED)} AS phase
 FROM rank_events
 WHERE source = $source AND collective IS NULL AND duration_ns > 0
-  AND CASE WHEN $on_gpu THEN category IN ('kernel', 'gpu_memcpy', 'gpu_memset')
-           ELSE phase IN ('expert', 'attention', 'router', 'moe') AND category NOT IN ('kernel', 'gpu_memcpy', 'gpu_memset') END
+  AND CASE WHEN $on_gpu THEN category IN {GPU_SQL}
+           ELSE phase IN {_NAMED_SQL} AND category NOT IN {GPU_SQL} END
 ORDER BY phase, start_ns
 """
 
@@ -87,7 +92,7 @@ def _load(con: duckdb.DuckDBPyConnection, profile: Profile, origin_ns: int) -> R
             known,
         ).fetchall()
     ]
-    sql = _COLLECTIVES.format(group=_index_sql('"group"', groups))
+    sql = _COLLECTIVES.format(group=index_sql('"group"', groups))
     rows = con.sql(sql, params=known).to_arrow_table()
     arrays = {name: _once(rows[name].to_numpy()) for name in rows.column_names}
     start = (arrays.pop("start_ns") - origin_ns).astype(np.float64)

@@ -10,7 +10,6 @@ beside which something stood that stops an engine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
@@ -23,15 +22,11 @@ from tailscope.ranks.phases import write_phases
 from tailscope.ranks.replay import AS_IT_WAS, BALANCED, NO_SKEW, SHARED, USUAL_TRANSFERS, Replayed
 from tailscope.ranks.waits import WindowWaits, compare, whole
 from tailscope.ranks.windows import Window, find_windows
-from tailscope.store import Trace
+from tailscope.store import Trace, schema_of
 
-
-def _schema(columns: Mapping[str, pa.DataType]) -> pa.Schema:
-    return pa.schema(list(columns.items()))
-
-
+#: Rows inserted at a time.
 BATCH = 122_880
-_WINDOWS = _schema(
+_WINDOWS = schema_of(
     {
         "window": pa.int64(),
         "world": pa.string(),
@@ -48,7 +43,7 @@ _WINDOWS = _schema(
         "unmatched": pa.int64(),
     }
 )
-_CLOCKS = _schema(
+_CLOCKS = schema_of(
     {
         "window": pa.int64(),
         "rank": pa.int64(),
@@ -63,7 +58,7 @@ _CLOCKS = _schema(
         "basis": pa.string(),
     }
 )
-_ROUNDS = _schema(
+_ROUNDS = schema_of(
     {
         "window": pa.int64(),
         "group": pa.string(),
@@ -100,7 +95,7 @@ _ROUNDS = _schema(
         "tokens": pa.int64(),
     }
 )
-_STEP_REPLAYS = _schema(
+_STEP_REPLAYS = schema_of(
     {
         "window": pa.int64(),
         "at_step": pa.int64(),
@@ -111,16 +106,25 @@ _STEP_REPLAYS = _schema(
         "transfer_ns": pa.int64(),
     }
 )
-_RANK_COSTS = _schema(
+_RANK_COSTS = schema_of(
     {"window": pa.int64(), "at_step": pa.int64(), "rank": pa.int64(), "saved_ns": pa.int64()}
 )
-_RANK_PATH = _schema({"window": pa.int64(), "rank": pa.int64(), "phase": pa.string(), "work_ns": pa.int64()})
+_RANK_PATH = schema_of(
+    {"window": pa.int64(), "rank": pa.int64(), "phase": pa.string(), "work_ns": pa.int64()}
+)
+
+#: Filled window by window.
+FILLED = {
+    "rank_rounds": _ROUNDS,
+    "step_replays": _STEP_REPLAYS,
+    "rank_costs": _RANK_COSTS,
+    "rank_path": _RANK_PATH,
+}
 
 
 def write_ranks(trace: Trace, scope: Scope) -> None:
     """Fill the tables. Cost is linear in collectives, and one window is in memory at a time."""
     windows = find_windows(trace, scope)
-    con = trace.connection
     for name, schema in FILLED.items():
         trace.create(name, schema.empty_table())
     about: list[dict[str, object]] = []
@@ -155,16 +159,7 @@ def write_ranks(trace: Trace, scope: Scope) -> None:
     trace.create("rank_clocks", pa.Table.from_pylist(clocks, schema=_CLOCKS))
     write_phases(trace, windows)
     for name in ("rank_steps", "step_evidence", "pauses"):
-        con.execute(files(__package__).joinpath(f"{name}.sql").read_text(encoding="utf-8"))
-
-
-#: Filled window by window.
-FILLED = {
-    "rank_rounds": _ROUNDS,
-    "step_replays": _STEP_REPLAYS,
-    "rank_costs": _RANK_COSTS,
-    "rank_path": _RANK_PATH,
-}
+        trace.connection.execute(files(__package__).joinpath(f"{name}.sql").read_text(encoding="utf-8"))
 
 
 def _costs(window: Window, replayed: Replayed) -> dict[str, pa.Table]:

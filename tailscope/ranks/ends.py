@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from tailscope.ranks.clocks import MAD_TO_SIGMA
 from tailscope.ranks.sequence import Floats, Ints, Match, Sequence, nothing
 
 #: How many collectives one profile may begin before another.
@@ -199,7 +200,7 @@ def _offset(one: Sequence, other: Sequence, block: Ints, shared_clock: bool) -> 
     if shared_clock:
         alike = [p for p in peaks if abs(p[2]) <= SAME_HOST_NS] or alike
     _, spread, offset = min(alike, key=lambda p: (abs(p[2]), p[1]))
-    return offset, float(np.clip(8 * 1.4826 * spread, min(10_000, gap / 4), gap / 2))
+    return offset, float(np.clip(8 * MAD_TO_SIGMA * spread, min(10_000, gap / 4), gap / 2))
 
 
 def _gap(one: Sequence, other: Sequence) -> float:

@@ -31,10 +31,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from tailscope.ranks.collectives import GPU_SQL, index_sql
 from tailscope.ranks.groups import BESIDE
 from tailscope.ranks.sequence import UNKNOWN, Ints
 from tailscope.ranks.windows import Profile, Window
-from tailscope.scan import quote
 from tailscope.store import Trace, schema_of
 
 #: Phases by who hides whom: communication behind computing, and computing that overlaps behind what comes first.
@@ -43,8 +43,7 @@ ON_GPU = ("router", "expert", "attention", "moe", "other", "dispatch", "combine"
 #: `expert` is time in no op between a dispatch and its combine.
 ON_CPU = ("router", "expert", "attention", "dispatch", "combine", "collective", "expert", "moe", "other")
 BETWEEN = ON_CPU.index("collective") + 1
-#: Categories of what runs on a GPU; and on a CPU of what is no op.
-_GPU_SQL = "('kernel', 'gpu_memcpy', 'gpu_memset')"
+#: Categories on a CPU of what is no op.
 _NO_OP_SQL = "('python_function', 'cuda_runtime', 'cuda_driver', 'hip_runtime', 'hip_driver', 'overhead', 'gpu_user_annotation')"
 
 
@@ -85,11 +84,6 @@ _KERNEL_COUNTS = schema_of(
 _TABLES = {"rank_phases": _PHASES, "rank_idle": _IDLE, "rank_kernels": _KERNEL_COUNTS}
 
 
-def _phase_sql(phases: Sequence[str]) -> str:
-    cases = " ".join(f"WHEN {quote(name)} THEN {index}" for index, name in enumerate(phases))
-    return f"CASE phase {cases} ELSE {phases.index('other')} END"
-
-
 _COLUMNS = f"""
 SELECT start_ns, start_ns + duration_ns AS end_ns, coalesce(step, {UNKNOWN}) AS step, coalesce(layer, {UNKNOWN}) AS layer,
        {{phase}} AS phase, coalesce(launch_ns, {UNKNOWN}) AS launch_ns, (collective IS NOT NULL)::BIGINT AS collective,
@@ -98,9 +92,11 @@ SELECT start_ns, start_ns + duration_ns AS end_ns, coalesce(step, {UNKNOWN}) AS 
 FROM rank_events
 WHERE source = $source AND duration_ns >= 0 AND start_ns IS NOT NULL AND {{which}}
 """
-_KERNELS = _COLUMNS.format(phase=_phase_sql(ON_GPU), which=f"category IN {_GPU_SQL}")
+_KERNELS = _COLUMNS.format(
+    phase=index_sql("phase", ON_GPU, ON_GPU.index("other")), which=f"category IN {GPU_SQL}"
+)
 _OPS = _COLUMNS.format(
-    phase=_phase_sql(ON_CPU),
+    phase=index_sql("phase", ON_CPU, ON_CPU.index("other")),
     which=f"coalesce(category, '') NOT IN {_NO_OP_SQL}",
 )
 _STEPS = """

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from tailscope.ranks.clocks import MAD_TO_SIGMA
+from tailscope.ranks.clocks import spread
 from tailscope.ranks.sequence import UNKNOWN, Floats, Ints
 
 #: Below this many transfers of a kind and size there is no usual one.
@@ -41,7 +41,8 @@ def against_usual(kind: Floats, size: Floats, transfer: Floats, skew: Floats) ->
 
     `usual`: the median of transfers of its kind and size, of the half of the rounds whose ranks came together most,
     where there are enough; where that is far above what other sizes of the kind foretell, and so are rounds of those at
-    the time, or there are too few, what they foretell; NaN where nothing does. `slow`: what a transfer took beyond, where that is beyond their spread and half of it.
+    the time, or there are too few, what they foretell; NaN where nothing does. `slow`: what a transfer took beyond, where that
+    is beyond their spread and half of it.
     """
     usual, slow = np.full(len(transfer), np.nan), np.zeros(len(transfer))
     for one in np.unique(kind):
@@ -64,11 +65,11 @@ def against_usual(kind: Floats, size: Floats, transfer: Floats, skew: Floats) ->
                 values if len(values) < 2 * FEW_ROUNDS else values[skew[members] <= np.median(skew[members])]
             )
             middle = float(np.median(base))
-            spread = MAD_TO_SIGMA * float(np.median(np.abs(base - middle)))
+            deviation = spread(base - middle)
             if few or (middle > FAR_ABOVE * least[which] and beside[which] >= SLOW_BESIDE):
-                middle, spread = float(least[which]), SIZES_SPREAD * float(least[which])
+                middle, deviation = float(least[which]), SIZES_SPREAD * float(least[which])
             usual[members] = middle
-            beyond = values > middle + max(SLOW_DEVIATIONS * spread, 0.5 * middle)
+            beyond = values > middle + max(SLOW_DEVIATIONS * deviation, 0.5 * middle)
             slow[members[beyond]] = values[beyond] - middle
     return usual, slow
 
