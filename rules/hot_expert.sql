@@ -133,11 +133,6 @@ spans AS (
         QUALIFY step IS NOT NULL OR bool_and(step IS NULL) OVER (PARTITION BY "window")
     ) GROUP BY "window"
 ),
-windows AS (
-    SELECT "window", any_value(world) AS world, any_value(instance) AS instance, any_value(missing) AS missing, any_value(world_size) AS world_size,
-           min(first_ns) AS first_ns, max(last_ns) AS last_ns
-    FROM rank_windows GROUP BY "window"
-),
 tail AS (SELECT * EXCLUDE (component) FROM component_tails WHERE component = 'straggler_wait'),
 balance AS (
     SELECT coalesce(m.instance, '') AS instance, s.name, count(*) AS samples, median(m.value) AS usual, min(m.value) AS worst

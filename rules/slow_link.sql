@@ -1,12 +1,9 @@
 -- One row per window and what may be slow in it: a rank's link (`rank`), or a group's collectives as a whole (`group`). A rank
 -- that always leaves an exchange after the others receives slowly; one that leaves before all others sends slowly, since
 -- all but itself wait for what it sends.
-WITH windows AS (
-    SELECT "window", any_value(world) AS world, any_value(world_size) AS world_size, any_value(missing) AS missing,
-           count(DISTINCT rank) FILTER (WHERE used) AS present, any_value(collectives) AS collectives, any_value(unmatched) AS unmatched,
-           -- Gloo moves bytes between processes of one host by their own threads: no link is in it.
-           coalesce(count(DISTINCT host) = 1 AND bool_and(backend LIKE '%gloo%' AND backend NOT LIKE '%nccl%'), false) AS no_link,
-           min(w.first_ns) AS first_ns, max(w.last_ns) AS last_ns
+WITH links AS (
+    -- Gloo moves bytes between processes of one host by their own threads: no link is in it.
+    SELECT "window", coalesce(count(DISTINCT host) = 1 AND bool_and(backend LIKE '%gloo%' AND backend NOT LIKE '%nccl%'), false) AS no_link
     FROM rank_windows w LEFT JOIN (SELECT source, any_value(host) AS host, any_value(backend) AS backend FROM profiles GROUP BY source) USING (source)
     GROUP BY "window"
 ),
@@ -77,8 +74,8 @@ groups AS (
 beyond AS (SELECT sum(slow_ns) AS all_slow_ns FROM rounds WHERE is_last),
 tail AS (SELECT * EXCLUDE (component) FROM component_tails WHERE component = 'slow_transfer'),
 about AS (
-    SELECT w.*, n.steps, n.replayed_ns, c.by_ends, f.*, d.all_slow_ns
-    FROM windows w LEFT JOIN lengths n USING ("window") LEFT JOIN clocks c USING ("window") LEFT JOIN tail f ON true CROSS JOIN beyond d
+    SELECT w.*, k.no_link, n.steps, n.replayed_ns, c.by_ends, f.*, d.all_slow_ns
+    FROM windows w JOIN links k USING ("window") LEFT JOIN lengths n USING ("window") LEFT JOIN clocks c USING ("window") LEFT JOIN tail f ON true CROSS JOIN beyond d
 )
 SELECT a.*, r."group" AS rank_group, r.kind AS rank_kind, r.* EXCLUDE ("window", "group", kind)
 FROM about a LEFT JOIN ranks r ON r."window" = a."window"

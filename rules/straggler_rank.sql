@@ -2,14 +2,7 @@
 -- Steps are what counts: rounds of one step have one cause. Passes outside of annotated steps (dummy batches) count only
 -- where no step is annotated at all; then every eight rounds stand for a step. What a rank costs in a step is what the step
 -- would be shorter without its lateness, by the replay and no more than clocks say too.
-WITH windows AS (
-    SELECT "window", any_value(world) AS world, any_value(world_size) AS world_size, any_value(missing) AS missing,
-           count(DISTINCT rank) FILTER (WHERE used) AS present, count(*) FILTER (WHERE NOT used) AS doubled,
-           any_value(collectives) AS collectives, any_value(unmatched) AS unmatched,
-           min(first_ns) AS first_ns, max(last_ns) AS last_ns
-    FROM rank_windows GROUP BY "window"
-),
-stepped AS (SELECT "window", bool_or(step IS NOT NULL) AS has_steps FROM rank_rounds GROUP BY "window"),
+WITH stepped AS (SELECT "window", bool_or(step IS NOT NULL) AS has_steps FROM rank_rounds GROUP BY "window"),
 rounds AS (
     SELECT *, is_last AND caused_ns > $errors * error_ns AS decided
     FROM rank_rounds WHERE complete AND at_step IS NOT NULL

@@ -315,10 +315,9 @@ def _about(trace: Trace) -> dict[str, Any]:
 def _rank_windows(trace: Trace) -> list[dict[str, Any]]:
     """Of each window of profiles: whose they are, the ranks' clocks, and what its collectives were mostly."""
     windows = trace.rows(
-        'SELECT "window", any_value(world) AS world, list(DISTINCT rank ORDER BY rank) AS ranks, '
-        "any_value(missing) AS missing, min(first_ns) AS first_ns, max(last_ns) AS last_ns, "
-        "max(error_ns) FILTER (WHERE isfinite(error_ns)) AS clock_error_ns "
-        'FROM rank_windows LEFT JOIN rank_clocks USING ("window", rank) WHERE used GROUP BY "window" ORDER BY "window"'
+        'SELECT "window", world, profiled AS ranks, missing, first_ns, last_ns, clock_error_ns FROM windows LEFT JOIN '
+        '(SELECT "window", max(error_ns) FILTER (WHERE isfinite(error_ns)) AS clock_error_ns FROM rank_clocks GROUP BY "window") '
+        'USING ("window") ORDER BY "window"'
     )
     clocks = trace.rows(
         'SELECT "window", rank, offset_ns, drift_ppm, knots, CASE WHEN isfinite(error_ns) THEN error_ns END AS error_ns, residual_ns, '

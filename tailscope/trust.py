@@ -179,21 +179,16 @@ def _ranks(trace: Trace) -> list[Trust]:
     if not trace.has("profiles"):
         return []
     found = []
-    windows = trace.rows(
-        'SELECT "window", any_value(world) AS world, any_value(world_size) AS world_size, any_value(missing) AS missing, '
-        "any_value(collectives) AS collectives, any_value(unmatched) AS unmatched, count(*) FILTER (WHERE NOT used) AS double, "
-        "count(*) FILTER (WHERE used) AS present "
-        'FROM rank_windows GROUP BY "window" ORDER BY "window"'
-    )
+    windows = trace.rows('FROM windows ORDER BY "window"')
     lacking = [w for w in windows if w["missing"]]
     if lacking:
         worst = max(lacking, key=lambda w: w["missing"])
         text = f"{len(lacking)} of {len(windows)} profile window(s) lack ranks: {worst['missing']} of {worst['world_size']} in {worst['world']}"
         text += ". Where other folders hold them, ingest all with one --instance"
         found.append(Trust("rank-coverage", "warn", text))
-    double = sum(w["double"] for w in windows)
-    if double:
-        text = f"{double} profile(s) claim a rank that another has at that time; the larger counts. Runs mixed in one folder?"
+    doubled = sum(w["doubled"] for w in windows)
+    if doubled:
+        text = f"{doubled} profile(s) claim a rank that another has at that time; the larger counts. Runs mixed in one folder?"
         found.append(Trust("rank-coverage", "warn", text))
     [(nameless, captures)] = trace.connection.execute(
         "SELECT count(*) FILTER (WHERE rank IS NULL), count(*) FILTER (WHERE captures > 0 AND coalesce(steps, 0) = 0) FROM profiles"

@@ -74,13 +74,9 @@ def what_if(trace: Trace, config: Config, scope: Scope) -> list[WindowWhatIf]:
     out that other batches would have been scheduled."""
     prepare(trace, config, scope)
     windows = trace.rows(
-        'SELECT w."window", any_value(world) AS world, list(DISTINCT rank ORDER BY rank) AS ranks, any_value(missing) AS missing, '
-        "min(first_ns) AS first_ns, max(last_ns) AS last_ns, any_value(s.steps) AS steps, any_value(s.replayed) AS replayed, "
-        "any_value(s.no_skew) AS no_skew, any_value(s.usual) AS usual, any_value(s.balanced) AS balanced, any_value(s.transfer) AS transfer "
-        'FROM rank_windows w JOIN (SELECT "window", count(*) AS steps, sum(replayed_ns)::DOUBLE AS replayed, '
+        'FROM windows JOIN (SELECT "window", count(*) AS steps, sum(replayed_ns)::DOUBLE AS replayed, '
         "sum(no_skew_ns)::DOUBLE AS no_skew, sum(usual_transfers_ns)::DOUBLE AS usual, sum(balanced_ns)::DOUBLE AS balanced, "
-        'sum(transfer_ns)::DOUBLE AS transfer FROM step_replays GROUP BY "window") s ON s."window" = w."window" '
-        'WHERE used GROUP BY w."window" ORDER BY w."window"'
+        'sum(transfer_ns)::DOUBLE AS transfer FROM step_replays GROUP BY "window") USING ("window") ORDER BY "window"'
     )
     return [_window(trace, row) for row in windows if row["replayed"] > 0]
 
@@ -116,7 +112,7 @@ def _window(trace: Trace, row: dict[str, Any]) -> WindowWhatIf:
         phases=tuple(InPhase(p["phase"], p["exposed_s"], p["hidden_s"]) for p in phases),
         window=row["window"],
         world=row["world"],
-        ranks=tuple(row["ranks"]),
+        ranks=tuple(row["profiled"]),
         missing=row["missing"],
         first_ns=row["first_ns"],
         last_ns=row["last_ns"],

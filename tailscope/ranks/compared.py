@@ -1,22 +1,21 @@
 """Fills the tables that say how a trace's ranks did against each other.
 
-`rank_windows`: a row per profile and window. `rank_clocks`: the clock of each rank in each window. `rank_rounds`: a row per
-rank and collective, with arrival, wait and transfer. `step_replays`: what each step of a window would take if something were
-otherwise; `rank_costs`: what it would be shorter without one rank's lateness; `rank_path`: whose work is on its critical
-path. `rank_steps`: which step of the engine each step of a profile is.
+`rank_windows`: a row per profile and window; `windows`: a row per window. `rank_clocks`: the clock of each rank in each
+window. `rank_rounds`: a row per rank and collective, with arrival, wait and transfer. `step_replays`: what each step of a
+window would take if something were otherwise; `rank_costs`: what it would be shorter without one rank's lateness;
+`rank_path`: whose work is on its critical path. `rank_steps`: which step of the engine each step of a profile is.
 `step_evidence`: what the profiles say of the engine's steps: time lost to a late rank, to slow transfers. `pauses`: steps
 beside which something stood that stops an engine.
 """
 
 from __future__ import annotations
 
-from importlib.resources import files
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from tailscope.align import Scope
+from tailscope.align import Scope, sql_of
 from tailscope.ranks.collectives import WORK
 from tailscope.ranks.phases import write_phases
 from tailscope.ranks.replay import AS_IT_WAS, BALANCED, NO_SKEW, SHARED, USUAL_TRANSFERS, Replayed
@@ -158,8 +157,8 @@ def write_ranks(trace: Trace, scope: Scope) -> None:
     trace.create("rank_windows", pa.Table.from_pylist(about, schema=_WINDOWS))
     trace.create("rank_clocks", pa.Table.from_pylist(clocks, schema=_CLOCKS))
     write_phases(trace, windows)
-    for name in ("rank_steps", "step_evidence", "pauses"):
-        trace.connection.execute(files(__package__).joinpath(f"{name}.sql").read_text(encoding="utf-8"))
+    for name in ("windows", "rank_steps", "step_evidence", "pauses"):
+        trace.connection.execute(sql_of(__package__, name))
 
 
 def _costs(window: Window, replayed: Replayed) -> dict[str, pa.Table]:
