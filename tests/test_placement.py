@@ -63,9 +63,10 @@ def test_what_any_placement_holds(problem: tuple[Floats, int, int]) -> None:
 @settings(max_examples=100, deadline=None)
 def test_the_order_of_experts_does_not_matter(problem: tuple[Floats, int, int], seed: int) -> None:
     loads, ranks, slots = problem
-    # Distinct loads: between equal ones the order has to decide.
-    loads = loads + np.arange(loads.size).reshape(loads.shape) * 1e-3
-    order = np.random.default_rng(seed).permutation(loads.shape[1])
+    rng = np.random.default_rng(seed)
+    # No load may be another's multiple: where what a replica gets is equal, the order has to decide.
+    loads = (loads + 1) * rng.uniform(1, 1.001, loads.shape)
+    order = rng.permutation(loads.shape[1])
     assert (packed(loads, ranks)[:, order] == packed(loads[:, order], ranks)).all()
     assert (replicated(loads, slots)[:, order] == replicated(loads[:, order], slots)).all()
 
