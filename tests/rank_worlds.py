@@ -16,10 +16,13 @@ import pyarrow as pa
 import worlds
 from numpy.typing import NDArray
 
+from tailscope.model import Finding
 from tailscope.schema import BY_NAME
 
 START_NS = worlds.START_NS
 US, MS, S = 1_000, 1_000_000, 1_000_000_000
+HOSTS = tuple("abcdefghijklmnop")
+OFFSETS_MS = (0.0, 0.1, 0.5, 2.0, 20.0)
 
 #: Kind and phase of each layer's collectives, in order: after attention in the TP group, before and after the experts.
 LAYOUTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
@@ -387,3 +390,14 @@ def _step(world: World, rank: int, step: int | None) -> int | None:
 def several(world: World, seeds: Sequence[int], **changes: Any) -> list[World]:
     """The world again with each seed, under names of their own."""
     return [replace(world, seed=seed, name=f"{world.name}-{seed}", **changes) for seed in seeds]
+
+
+def apart(ranks: int, offset_ms: float) -> dict[str, Any]:
+    """Each rank on a host of its own, clocks up to so much before and behind."""
+    offsets = [offset_ms * MS * (1 if rank % 2 else -1) * rank / (ranks - 1) for rank in range(ranks)]
+    return {"ranks": ranks, "hosts": HOSTS[:ranks], "offset_ns": tuple(offsets)}
+
+
+def said(finding: Finding) -> tuple[str, str, str]:
+    """The rank that a finding is about, how it is late, and where."""
+    return finding.culprit.id, finding.culprit.detail["pattern"], finding.culprit.detail["where"]
