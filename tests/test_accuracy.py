@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent / "accuracy"))
 import bars
 import page
 import score
-from families import FAMILIES
+from catalogue import FAMILIES
 from play import play
 
 from tailscope import registry

@@ -17,7 +17,7 @@ from tailscope.engine import diagnose, judge
 from tailscope.ledger.step_costs import write_member_sums
 from tailscope.model import Decision, Finding
 from tailscope.parts import SourceWriter
-from tailscope.schema import EVENTS
+from tailscope.schema import EVENTS, TABLES
 from tailscope.store import Trace
 
 RULES = {rule.name: (rule, sql) for rule, sql in registry.rules()}
@@ -27,37 +27,13 @@ CASES = [
     for path in sorted(FOLDER.glob("*.yaml"))
     for name, case in yaml.safe_load(path.read_text(encoding="utf-8")).items()
 ]
-VIEWS = (
-    "class_rows",
-    "coupling",
-    "excess",
-    "steps",
-    "joined",
-    "bill_lines",
-    "counters",
-    "histograms",
-    "coverage",
-    "profiles",
-    "rank_windows",
-    "rank_rounds",
-    "rank_costs",
-    "step_replays",
-    "what_if",
-    "rank_clocks",
-    "expert_work",
-    "expert_sets",
-    "rank_idle",
-    "rank_steps",
-    "step_costs",
-    "member_spans",
-    "metrics",
-    "series",
-    "iterations",
-    "events",
-    "rank_events",
-)
+#: What a case says beside the rows of views.
+SAID = {"status", "reason", "findings"}
+#: Views whose rows follow from those of others.
+FOLLOW = {"coverage", "iterations", "profiles", "rank_costs", "step_replays", "step_costs", "member_spans"}
+VIEWS = sorted({view for _, _, case in CASES for view in case} - SAID | FOLLOW)
 #: Tables of the trace, which are views of files: a case's rows take their place.
-STORED = ("profiles", "metrics", "series", "iterations", "events", "rank_events")
+STORED = {table.name for table in TABLES} & set(VIEWS)
 #: What a row is unless the case says otherwise.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "class_rows": {"observer": "engine", "basis": "requests", "slo_broken": False, "tail_rule": "above p99"},

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bars import bars_table, grid
-from families import FAMILIES
+from catalogue import FAMILIES
 
 WHY = {family.name: family.why for family in FAMILIES}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from families import FAMILIES
+from catalogue import FAMILIES
 from numpy.typing import NDArray
 
 from tailscope.config import Config

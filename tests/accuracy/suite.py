@@ -21,7 +21,7 @@ import bars
 import nulls
 import page
 import score
-from families import FAMILIES
+from catalogue import FAMILIES
 from play import play
 
 ROOT = Path(__file__).parents[2]
