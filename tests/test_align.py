@@ -535,4 +535,5 @@ def test_four_times_the_rows_take_nothing_like_sixteen_times_the_time(
             assert trace.count("core_pairs") == (0 if one_id else n)
         return time.process_time() - began
 
-    assert min(seconds(20_000, i) for i in range(3)) < 9 * min(seconds(5_000, i) for i in range(3))
+    fewer = max(min(seconds(5_000, i) for i in range(3)), 0.05)
+    assert min(seconds(20_000, i) for i in range(3)) < 9 * fewer

@@ -881,4 +881,4 @@ def test_four_times_the_requests_take_nothing_like_sixteen_times_the_time(
             write_coupling(trace)
             return time.process_time() - began
 
-    assert cpu_seconds(24_000) < 9 * min(cpu_seconds(6_000), cpu_seconds(6_001))
+    assert cpu_seconds(24_000) < 9 * max(min(cpu_seconds(6_000), cpu_seconds(6_001)), 0.05)

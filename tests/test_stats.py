@@ -444,7 +444,8 @@ def test_four_times_the_samples_take_nothing_like_sixteen_times_the_time(one_tim
 
         return both
 
-    assert seconds(run(80_000)) < 9 * seconds(run(20_000))
+    # Below some hundredths of a second a clock tells what else the machine does; a square would be seconds.
+    assert seconds(run(80_000)) < 9 * max(seconds(run(20_000)), 0.05)
 
 
 def test_many_rounds_on_many_victims_take_a_second() -> None:
