@@ -7,7 +7,7 @@ first three sum to TTFT, all four to E2E, exactly. `gap_lines` is the same for t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from tailscope.ledger.engine_time import EngineTime, Limits, OwnPrefill, Place, Prefills, Work
 from tailscope.ledger.lines import Booking, Lines, Parts, mean_of
 from tailscope.ledger.lockstep import groups, load_ends, one_timeline
+from tailscope.ledger.membership import Membership, load_membership
 from tailscope.ledger.recompute import write_told
 from tailscope.ledger.requests import Requests, culprit_classes, load_requests, load_steps
 from tailscope.ledger.stalls import MIN_STALL_STEPS, Gaps, Stalls, by_holder, load_gaps, resumption_ns
@@ -102,15 +103,15 @@ def _write_instance(trace: Trace, ledger: Ledger, gaps: Gaps, instance: str, lim
             covered = requests.covered(*spans[engine])
             outside, mine[engine] = requests.select(~covered), requests.select(covered)
             _book(trace, ledger, outside, _phases_only(outside))
-        for engine, time in _times(trace, ledger, instance, mine, anywhere, len(spans), limits):
+        for engine, time, membership in _times(trace, ledger, instance, mine, anywhere, len(spans), limits):
             requests = mine[engine]
             own = int(requests.inside(time.steps).sum())
             ledger.times[instance, engine] = time
             ledger.lanes[instance, engine] = lane
             ledger.engines.append(_about(time, instance, engine, ledger.window_ns))
-            _book(trace, ledger, requests, _bookings(time, requests, slice(own), gaps))
+            _book(trace, ledger, requests, _bookings(time, requests, slice(own), gaps, membership))
             if anywhere is not None:
-                guesses.append(_bookings(time, anywhere, slice(own, None), gaps, len(spans)))
+                guesses.append(_bookings(time, anywhere, slice(own, None), gaps, engines=len(spans)))
     if anywhere is not None:
         _book(trace, ledger, anywhere, mean_of(guesses))
         _bound(ledger, guesses)
@@ -133,7 +134,7 @@ def times_without_requests(trace: Trace, ledger: Ledger, instance: str, limits: 
     names = [row["engine"] for row in engines]
     for lane, group in enumerate(_groups(trace, instance, names), len(ledger.times)):
         nobody = {engine: load_requests(trace, instance, engine, ledger.culprits) for engine in group}
-        for engine, time in _times(trace, ledger, instance, nobody, None, len(names), limits):
+        for engine, time, _ in _times(trace, ledger, instance, nobody, None, len(names), limits):
             ledger.times[instance, engine] = time
             ledger.lanes[instance, engine] = lane
 
@@ -146,8 +147,8 @@ def _times(
     anywhere: Requests | None,
     engines: int,
     limits: Limits,
-) -> Iterator[tuple[int | None, EngineTime]]:
-    """The time of each engine of those that step together, which may be one, with its `requests`.
+) -> Iterator[tuple[int | None, EngineTime, Membership | None]]:
+    """The time of each engine of those that step together, which may be one, with its `requests`, and who was in its steps.
 
     `anywhere`: requests that may have run on any of so many `engines` of the instance.
     """
@@ -157,17 +158,29 @@ def _times(
     ]
     if len(steps) > 1:
         steps = one_timeline(steps)
-    prefills = []
-    for mine, own_steps in zip(requests.values(), steps, strict=True):
-        inside = mine.prefills(own_steps)
-        if anywhere is not None:
-            inside = _together(inside, anywhere.prefills(own_steps, 1 / engines))
-        prefills.append(inside)
+    prefills, memberships, own = [], [], []
     culprits = len(ledger.culprits)
-    own = [OwnPrefill(s, p, culprits) for s, p in zip(steps, prefills, strict=True)]
+    for i, (engine, mine) in enumerate(requests.items()):
+        membership = load_membership(trace, instance, engine, mine, steps[i].end_ns)
+        if membership is not None:
+            again = np.where(membership.covered, membership.recompute_tokens, steps[i].recompute_tokens)
+            steps[i] = replace(steps[i], recompute_tokens=again)
+        inside = mine.prefills(steps[i])
+        known = len(inside.culprit)
+        if anywhere is not None:
+            inside = _together(inside, anywhere.prefills(steps[i], 1 / engines))
+        told = (
+            None
+            if membership is None
+            else membership.prefill(mine.inside(steps[i]), len(inside.culprit) - known)
+        )
+        prefills.append(inside)
+        memberships.append(membership)
+        own.append(OwnPrefill(steps[i], inside, culprits, told))
     work = Work.of(steps, own)
     for i, engine in enumerate(requests):
-        yield engine, EngineTime(steps[i], prefills[i], culprits, limits, own[i], work, len(steps))
+        time = EngineTime(steps[i], prefills[i], culprits, limits, own[i], work, len(steps))
+        yield engine, time, memberships[i]
 
 
 def _recompute_steps(requests: Requests, anywhere: Requests | None) -> float:
@@ -190,9 +203,16 @@ def _together(one: Prefills, other: Prefills) -> Prefills:
     )
 
 
-def _bookings(time: EngineTime, r: Requests, mine: slice, gaps: Gaps, engines: int = 1) -> list[Booking]:
-    """The bill of requests on one engine. `mine`: those inside the steps' time among the engine's prefills; `engines`: on
-    how many they may have run."""
+def _bookings(
+    time: EngineTime,
+    r: Requests,
+    mine: slice,
+    gaps: Gaps,
+    membership: Membership | None = None,
+    engines: int = 1,
+) -> list[Booking]:
+    """The bill of requests on one engine. `mine`: those inside the steps' time among the engine's prefills; `membership`:
+    in which steps they were, where that is told; `engines`: on how many they may have run."""
     wait, queue, prefill, decode = r.phases()
     instants = np.cumsum([r.arrival_ns, wait, queue, prefill, decode], axis=0)
     arrived, queued, scheduled, first, last = (Place(time.steps, instant) for instant in instants)
@@ -219,34 +239,39 @@ def _bookings(time: EngineTime, r: Requests, mine: slice, gaps: Gaps, engines: i
             "queue_slots", time.between(time.blocked["slots"], queued, scheduled), held(queued, scheduled)
         ),
     }
-    inside, weight = r.inside(time.steps), time.weight[mine]
-    own = np.zeros(len(r.rid))
-    own[inside] = weight
-    own *= time.between(time.own_rate, scheduled, first)
+    inside = r.inside(time.steps)
+    own, told = np.zeros(len(r.rid)), np.full(len(r.rid), np.nan)
+    own[inside], told[inside] = time.weight[mine], time.own_told[mine]
+    own = np.where(np.isfinite(told), told, own * time.between(time.own_rate, scheduled, first))
     # What is spread over engines that step together is on each of them a part of all that was computed.
     parts = min(engines, time.engines)
     elsewhere = np.zeros((len(time.own_held_back), len(r.rid)))
     elsewhere[:, inside] = [
-        np.where(r.culprit[inside] == c, 0.0, weight * h[mine]) for c, h in enumerate(time.own_held_back)
+        np.where(r.culprit[inside] == c, 0.0, h[mine]) for c, h in enumerate(time.own_held_back)
     ]
     at_home = own - np.minimum(elsewhere.sum(axis=0), own)
-    prefilling: Parts = {
-        (name, c): seconds
-        if c is None
-        else np.maximum(seconds - parts * np.where(r.culprit == c, at_home, elsewhere[c]), 0.0)
-        for (name, c), seconds in _others_prefill("others_prefill_in_prefill", time, scheduled, first).items()
-    }
-    prefilling |= _lost(time, scheduled, first)
-    prefilling["own_prefill", None] = time.between(time.base, scheduled, first) + own * engines
-    stalls = Stalls(time, r, gaps)
-    decoding: Parts = {
-        key: np.maximum(seconds - stalls.of(_prefill_sums(time, key[1])), 0.0)
-        for key, seconds in _others_prefill("others_prefill_in_decode", time, first, last).items()
-    }
+    stalls = Stalls(time, r, gaps, membership)
+
+    def at_work(sums: Floats, start: Place, end: Place, spared: Floats | float = 0.0) -> Floats:
+        """What of a prefix sum lies between, but for the request's stalls and what is `spared`."""
+        away = stalls.of(sums, decoding=start is first)
+        return np.maximum(time.between(sums, start, end) - away - spared, 0.0)
+
+    culprits: list[int | None] = [None, *range(len(time.prefill_by))]
+    prefilling: Parts = {}
+    decoding: Parts = {}
+    for c in culprits:
+        sums = _prefill_sums(time, c)
+        mine_too = 0.0 if c is None else parts * np.where(r.culprit == c, at_home, elsewhere[c])
+        prefilling["others_prefill_in_prefill", c] = at_work(sums, scheduled, first, mine_too)
+        decoding["others_prefill_in_decode", c] = at_work(sums, first, last)
     for name, sums in _losses(time).items():
-        decoding[name, None] = np.maximum(time.between(sums, first, last) - stalls.of(sums), 0.0)
-    decoding["decode", None] = np.maximum(time.between(time.base, first, last) - stalls.of(time.base), 0.0)
-    decoding.update(stalls.parts())
+        prefilling[name, None] = at_work(sums, scheduled, first)
+        decoding[name, None] = at_work(sums, first, last)
+    prefilling["own_prefill", None] = at_work(time.base, scheduled, first) + own * engines
+    decoding["decode", None] = at_work(time.base, first, last)
+    prefilling |= stalls.parts(decoding=False)
+    decoding |= stalls.parts(decoding=True)
     return [
         Booking("wait", wait, waiting, "frontend"),
         Booking("queue", queue, queueing, "queue"),

@@ -13,6 +13,8 @@ from tailscope.stats import Floats
 #: Steps used for a fit. More do not change seven coefficients.
 FIT_STEPS = 40_000
 MIN_FIT_STEPS = 30
+#: An engine that started again may be another one. From so many steps on its own are enough to tell what they cost.
+EPOCH_STEPS = 300
 ROUNDS = 25
 
 #: A model that is off by more than half of most steps knows nothing.
@@ -59,6 +61,71 @@ class CostModel:
             scale = np.where(modelled > 0, np.minimum(tile / modelled, self.spread), 0.0)
         base, prefill = base * scale, prefill * scale
         return base, prefill, np.maximum(tile - base - prefill, 0.0)
+
+
+@dataclass(frozen=True)
+class CostModels:
+    """What an engine's steps cost: a model for each epoch of its configuration that has steps enough, and one of all steps
+    for the others. `of_step`: the index of each step's model."""
+
+    models: tuple[CostModel, ...]
+    of_step: NDArray[np.intp]
+
+    @property
+    def usable(self) -> NDArray[np.bool_]:
+        """Of each step, whether its model knows what batches take."""
+        return np.array([model.usable for model in self.models])[self.of_step]
+
+    @property
+    def error(self) -> float:
+        return self._mean([model.error for model in self.models])
+
+    @property
+    def explained(self) -> float:
+        return self._mean([model.explained for model in self.models])
+
+    def _mean(self, values: list[float]) -> float:
+        """Over all steps, each with its model's value."""
+        return float(np.bincount(self.of_step, minlength=len(values)) @ values / max(len(self.of_step), 1))
+
+    def split(
+        self, base_features: Floats, prefill_features: Floats, tile: Floats
+    ) -> tuple[Floats, Floats, Floats]:
+        """See `CostModel.split`."""
+        parts = tuple(np.zeros(len(tile)) for _ in range(3))
+        for number, model in enumerate(self.models):
+            mine = self.of_step == number
+            for part, values in zip(
+                parts, model.split(base_features[mine], prefill_features[mine], tile[mine]), strict=True
+            ):
+                part[mine] = values
+        return parts[0], parts[1], parts[2]
+
+    def prefill(self, features: Floats) -> Floats:
+        """Seconds that each step's prefill takes by its model."""
+        coefficients = np.array([model.prefill for model in self.models])
+        return np.asarray((features * coefficients[self.of_step]).sum(axis=1))
+
+
+def fit_epochs(
+    base_features: Floats, prefill_features: Floats, tile: Floats, epoch: Floats
+) -> CostModels | None:
+    """A model for each epoch of at least EPOCH_STEPS steps, numbered in `epoch`, by `fit`; one of all steps for the rest."""
+    of_step, models = np.full(len(tile), -1, np.intp), list[CostModel]()
+    numbers, counts = np.unique(epoch, return_counts=True)
+    for number in numbers[counts >= EPOCH_STEPS] if len(numbers) > 1 else ():
+        mine = epoch == number
+        model = fit(base_features[mine], prefill_features[mine], tile[mine])
+        if model is not None:
+            of_step[mine] = len(models)
+            models.append(model)
+    if (of_step < 0).any():
+        model = fit(base_features, prefill_features, tile)
+        if model is None:
+            return None
+        of_step[of_step < 0] = len(models)
+        models.append(model)
+    return CostModels(tuple(models), of_step)
 
 
 def fit(base_features: Floats, prefill_features: Floats, tile: Floats) -> CostModel | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tailscope.ledger.cost import MIN_FIT_STEPS, CostModel, fit
+from tailscope.ledger.cost import MIN_FIT_STEPS, CostModels, fit, fit_epochs
 from tailscope.stats import Floats, Ints, active, prefix_sums
 
 #: Steps whose KV cache is at least this full cannot admit a request of ordinary size.
@@ -55,6 +55,8 @@ class Steps:
     recompute_tokens: Floats
     #: How many of the engine's own steps each is: 1, or 0 where it only ran along with others.
     own: Floats
+    #: How often the engine had started before each step.
+    epoch: Floats
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,37 @@ class Place:
         return self.index + (self.share >= 0.5)
 
 
+@dataclass(frozen=True)
+class ToldPrefill:
+    """Prefill as a schedule tells it: runs of steps with so many tokens each, arrays of one length.
+
+    `place`: index of the engine's prefills, -1 for requests that have no bill. `begins`: the first run of its prefill.
+    `complete`: of each prefill, whether all of it is told; `covered`: of each step, whether the schedule tells of its time.
+    """
+
+    place: NDArray[np.intp]
+    first: NDArray[np.intp]
+    beyond: NDArray[np.intp]
+    tokens: Floats
+    before: Floats
+    begins: NDArray[np.bool_]
+    complete: NDArray[np.bool_]
+    covered: NDArray[np.bool_]
+
+    def attention(self, n: int) -> Floats:
+        """Per step, the sum over its prefill tokens of the context they attend to, in token^2."""
+        t = self.tokens
+        constant = active(self.first, self.beyond, t * (self.before - self.first * t + t / 2), n)
+        return np.maximum(constant + active(self.first, self.beyond, t * t, n) * np.arange(n), 0.0)
+
+    def seconds(self, per_token: Floats) -> Floats:
+        """What each prefill's own tokens took. `per_token`: prefix sums of a token's seconds in each step."""
+        known = self.place >= 0
+        took = self.tokens * (per_token[self.beyond] - per_token[self.first])
+        n = len(self.complete)
+        return np.asarray(np.bincount(self.place[known], weights=took[known], minlength=n), np.float64)
+
+
 class OwnPrefill:
     """What an engine's requests account for of the prefill in each of its steps.
 
@@ -94,7 +127,9 @@ class OwnPrefill:
     without knowing who was in which step. Tokens no known request accounts for belong to nobody.
     """
 
-    def __init__(self, steps: Steps, prefills: Prefills, culprits: int) -> None:
+    def __init__(
+        self, steps: Steps, prefills: Prefills, culprits: int, told: ToldPrefill | None = None
+    ) -> None:
         self.tokens = steps.prefill_tokens
         self._token_sum = prefix_sums(self.tokens)
         n = len(self.tokens)
@@ -117,7 +152,41 @@ class OwnPrefill:
             np.asarray(np.bincount(first[mine], weights=self.weight[mine], minlength=n), np.float64)
             for mine in (prefills.culprit == c for c in range(culprits))
         ]
+        #: Of each request's own share, that in the step its prefill begins in.
+        self.first_weight = self.weight
         self.attention = self._attention(prefills, first, beyond)
+        self.told = told
+        if told is not None:
+            self._tell(told, prefills, culprits)
+
+    def _tell(self, told: ToldPrefill, prefills: Prefills, culprits: int) -> None:
+        """Put what the schedule tells in the place of what was inferred."""
+        n, per_token = len(self.tokens), 1 / np.maximum(self.tokens, 1.0)
+        known = told.place >= 0
+        culprit = np.where(known, prefills.culprit[told.place], -1) if len(prefills.culprit) else told.place
+        share = [
+            np.maximum(active(told.first[mine], told.beyond[mine], told.tokens[mine], n), 0.0) * per_token
+            for mine in (culprit == c for c in range(culprits))
+        ]
+        # An engine may count fewer tokens than its schedule tells of.
+        scale = 1 / np.maximum(np.sum(share, axis=0), 1.0) if share else np.ones(n)
+        begins = known & told.begins
+        self.first[told.place[begins]] = told.first[begins]
+        self.first_weight = self.weight.copy()
+        self.first_weight[told.place[begins]] = (told.tokens * per_token[told.first] * scale[told.first])[
+            begins
+        ]
+        begun = [
+            np.bincount(self.first[mine], weights=self.first_weight[mine], minlength=n)
+            for mine in (prefills.culprit == c for c in range(culprits))
+        ]
+        self.by_class = [
+            np.where(told.covered, exact * scale, inferred)
+            for exact, inferred in zip(share, self.by_class, strict=True)
+        ]
+        self.begun = [np.asarray(part, np.float64) for part in begun]
+        self.known = np.sum(self.by_class, axis=0) if self.by_class else np.zeros(n)
+        self.attention = np.where(told.covered, told.attention(n), self.attention)
 
     def _attention(self, prefills: Prefills, first: NDArray[np.intp], beyond: NDArray[np.intp]) -> Floats:
         """Per step, the sum over its prefill tokens of the context they attend to, in token^2.
@@ -200,11 +269,11 @@ def _prefill_amounts(steps: Steps, own: OwnPrefill) -> list[Floats]:
     return [steps.prefill_requests + (again > 0), steps.prefill_tokens + again, attention]
 
 
-def _by_others(steps: Steps, own: OwnPrefill, work: Work, cost: CostModel, computed: Floats) -> Floats:
+def _by_others(steps: Steps, own: OwnPrefill, work: Work, cost: CostModels, computed: Floats) -> Floats:
     """What of a step's prefill there would not be if only this one of the engines that step together had some."""
     requests, tokens, attention = _prefill_amounts(steps, own)
-    alone = np.column_stack([requests, tokens, attention, tokens]) @ cost.prefill
-    together = work.prefill_features @ cost.prefill
+    alone = cost.prefill(np.column_stack([requests, tokens, attention, tokens]))
+    together = cost.prefill(work.prefill_features)
     return np.asarray(computed * np.clip(1 - alone / np.maximum(together, 1e-12), 0.0, 1.0))
 
 
@@ -234,7 +303,9 @@ class EngineTime:
         without = np.maximum(tile - late - slow, 0.0)
         # A step of which hardly anything is left does not say what its batch costs.
         told = np.where(without >= LEFT * tile, without, 0.0)
-        self.cost: CostModel | None = fit(work.base_features, work.prefill_features, told)
+        self.cost: CostModels | None = fit_epochs(
+            work.base_features, work.prefill_features, told, steps.epoch
+        )
         if self.cost is None:
             base, computed, unexplained = np.zeros(n), np.zeros(n), without
         else:
@@ -262,17 +333,26 @@ class EngineTime:
             own_rate = rate * _share_of(steps.prefill_tokens, work.prefill_tokens - steps.prefill_tokens)
         #: Prefill time a request causes per unit of its weight.
         self.own_rate = prefix_sums(own_rate)
+        #: Seconds of each prefill's own tokens, where a schedule tells them; NaN else.
+        self.own_told = np.full(len(own.weight), np.nan)
+        if own.told is not None:
+            per_token = prefix_sums(own_rate / np.maximum(steps.prefill_tokens, 1.0))
+            self.own_told = np.where(own.told.complete, own.told.seconds(per_token), np.nan)
         direct, begun = ([rate * share for share in shares] for shares in (work.by_class, work.begun))
         held_back = _held_back(direct, begun, tile, steps)
         caused = [d + g for d, g in zip(direct, _given(begun, held_back), strict=True)]
         self.prefill_by = [prefix_sums(part) for part in caused]
-        #: What of a request's own prefill counts as each class's, per unit of its weight, at the step it begins in.
-        self.own_held_back = [own_rate[own.first] * share[own.first] for share in held_back]
+        #: What of a request's own prefill counts as each class's, at the step it begins in.
+        self.own_held_back = [
+            own.first_weight * own_rate[own.first] * share[own.first] for share in held_back
+        ]
         #: Prefill of requests nobody saw finish: client aborts leave no span.
         self.prefill_by_nobody = prefix_sums(rate * np.maximum(0.0, 1.0 - work.known))
         #: Its own steps: those in which it only ran along with others are none.
         self.count = prefix_sums(steps.own)
         self._block(limits, own, tile)
+        #: Steps' time by the class whose prefill they held, in proportion to its tokens.
+        self.tile_by = [prefix_sums(tile * share) for share in own.by_class]
         held = self._held(prefills, culprits)
         total = np.maximum(np.sum(held, axis=0) if held else np.zeros(n), 1e-9)
         self.held_by = [prefix_sums(tile * share / total) for share in held]

@@ -24,6 +24,7 @@ COMPONENTS: dict[str, str] = {
     "others_prefill_in_prefill": "others' prefill in the steps of its own prefill",
     "decode": "decode at the batch's normal cost",
     "others_prefill_in_decode": "others' prefill in the steps of its decode",
+    "starved": "running, but left out of the steps: others were given all there was",
     "preempted": "preempted, waiting to be scheduled again",
     "recompute": "computing again what a preemption threw away, in the steps it waits for or takes part in",
     "prefill_phase": "prefill as the engine measured it; no steps are known that would say what it held",

@@ -157,8 +157,10 @@ def _placed(steps: Steps, place: NDArray[np.intp], ends: Ints, begun: Ints) -> S
         if name not in ("start_ns", "end_ns"):
             values = getattr(steps, name)
             arrays[name] = np.bincount(place, weights=values, minlength=n)
-    for name in ("running", "waiting", "kv_usage"):
+    for name in ("running", "waiting", "kv_usage", "epoch"):
         # States, not amounts: the last of two steps at one place has them.
         arrays[name] = np.zeros(n)
         arrays[name][place] = getattr(steps, name)
+    # An engine that only runs along has not started again.
+    arrays["epoch"] = np.maximum.accumulate(arrays["epoch"])
     return Steps(start, end, **arrays)

@@ -127,10 +127,12 @@ def load_steps(
             "AND t.end_ns = s.end_ns ",
         )
     columns = trace.connection.execute(
-        "SELECT s.start_ns, s.end_ns, prefill_requests, prefill_tokens, decode_requests, decode_tokens, running, waiting, "
+        # An engine that counts from the start again has been started again; receipts may change places.
+        "SELECT sum((iteration < before / 2)::INT) OVER (ORDER BY k) AS epoch, * EXCLUDE (k, iteration, before) FROM ("
+        "SELECT s.k, iteration, lag(iteration) OVER (ORDER BY s.k) AS before, s.start_ns, s.end_ns, prefill_requests, prefill_tokens, decode_requests, decode_tokens, running, waiting, "
         f"kv_usage, late_ns, slow_ns, CASE WHEN p.k IS NULL THEN 0 ELSE 1 END AS paused, s.preempted, {told[0]} "
         f"FROM steps s LEFT JOIN step_evidence e ON e.k = s.k LEFT JOIN pauses p ON p.k = s.k {told[1]}"
-        "WHERE s.instance = $instance AND s.engine IS NOT DISTINCT FROM $engine ORDER BY s.k",
+        "WHERE s.instance = $instance AND s.engine IS NOT DISTINCT FROM $engine) ORDER BY k",
         {"instance": instance, "engine": engine},
     ).fetchnumpy()
     arrays: dict[str, Any] = {
@@ -144,6 +146,7 @@ def load_steps(
         arrays.pop("told"),
         most_recompute_steps,
     )
+    arrays["epoch"] = np.nan_to_num(arrays["epoch"])
     return Steps(**arrays, recompute_tokens=again, own=np.ones(len(again)))
 
 

@@ -1,4 +1,4 @@
-"""Time a request spent preempted in the middle of its answer."""
+"""Time in which a request that had been started was given nothing: preempted, or left out."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 
 from tailscope.ledger.engine_time import EngineTime, Place
 from tailscope.ledger.lines import Parts
+from tailscope.ledger.membership import Absences, Membership
 from tailscope.ledger.requests import Requests
 from tailscope.stats import Floats, Ints
 from tailscope.store import Trace
@@ -52,18 +53,23 @@ QUALIFY row_number() OVER (PARTITION BY rid ORDER BY end_ns - start_ns DESC, sta
 
 
 class Stalls:
-    """How long each request was preempted in its decode, and what of any other evidence lies in that time.
+    """How long each request was given nothing, and what of any other evidence lies in that time.
 
-    From the gaps between the client's tokens where there are any; else from the steps in which the request
-    must have been left out, which says how long but not when.
+    Exactly where the schedule was recorded. Else only preemptions in its decode are known: from the gaps between the
+    client's tokens where there are any; else from the steps in which the request must have been left out, which says
+    how long but not when.
     """
 
-    def __init__(self, time: EngineTime, requests: Requests, gaps: Gaps) -> None:
+    def __init__(
+        self, time: EngineTime, requests: Requests, gaps: Gaps, membership: Membership | None
+    ) -> None:
         self._time, self._n = time, len(requests.rid)
+        self._absences = None if membership is None else Absences(membership)
+        told = np.zeros(self._n, bool) if membership is None else membership.complete
         order = np.argsort(requests.rid)
         position = np.clip(np.searchsorted(requests.rid[order], gaps.rid), 0, max(self._n - 1, 0))
         row = order[position] if self._n else np.zeros(len(gaps.rid), np.intp)
-        mine = requests.rid[row] == gaps.rid if self._n else np.zeros(len(gaps.rid), bool)
+        mine = (requests.rid[row] == gaps.rid) & ~told[row] if self._n else np.zeros(len(gaps.rid), bool)
         start_ns, end_ns = gaps.start_ns[mine], gaps.end_ns[mine]
         start, end = Place(time.steps, start_ns), Place(time.steps, end_ns)
         long = time.between(time.count, start, end) >= MIN_STALL_STEPS
@@ -72,7 +78,7 @@ class Stalls:
         self._end = Place(time.steps, np.maximum(start_ns, resumption_ns(time, end))[long])
         seen = np.zeros(self._n, bool)
         seen[row[mine]] = True
-        self._unseen = np.flatnonzero((requests.preemptions > 0) & ~seen)
+        self._unseen = np.flatnonzero((requests.preemptions > 0) & ~seen & ~told)
         first_ns = requests.arrival_ns + requests.ttft_ns
         last_ns = first_ns + requests.phases()[3]
         self._first, self._last = (
@@ -86,18 +92,34 @@ class Stalls:
             left_out >= MIN_STALL_STEPS, np.clip(left_out / np.maximum(steps, 1.0), 0.0, 1.0), 0.0
         )
 
-    def of(self, sums: Floats) -> Floats:
-        """What of a prefix sum lies in each request's stalls."""
-        result = np.zeros(self._n)
-        np.add.at(result, self._row, self._time.between(sums, self._start, self._end))
-        result[self._unseen] = self._share * self._time.between(sums, self._first, self._last)
+    def of(self, sums: Floats, *, decoding: bool) -> Floats:
+        """What of a prefix sum lies in each request's stalls before, or after, its first token."""
+        result = self._preempted(sums, decoding)
+        if self._absences is not None:
+            result += self._absences.of(sums, decoding=decoding, preempted=False)
         return result
 
-    def parts(self) -> Parts:
-        """The stalls, divided among the classes by the KV cache they held meanwhile."""
-        return by_holder(
-            "preempted", self.of(self._time.busy), [self.of(held) for held in self._time.held_by]
-        )
+    def _preempted(self, sums: Floats, decoding: bool) -> Floats:
+        result = np.zeros(self._n)
+        if self._absences is not None:
+            result += self._absences.of(sums, decoding=decoding, preempted=True)
+        if decoding:
+            np.add.at(result, self._row, self._time.between(sums, self._start, self._end))
+            result[self._unseen] += self._share * self._time.between(sums, self._first, self._last)
+        return result
+
+    def parts(self, *, decoding: bool) -> Parts:
+        """The stalls: where preempted divided among the classes by the KV cache they held meanwhile, where left out by the
+        prefill in these steps."""
+        time = self._time
+        held = [self._preempted(sums, decoding) for sums in time.held_by]
+        parts = by_holder("preempted", self._preempted(time.busy, decoding), held)
+        if self._absences is not None:
+            left_out = self._absences.of(time.busy, decoding=decoding, preempted=False)
+            by_class = [self._absences.of(sums, decoding=decoding, preempted=False) for sums in time.tile_by]
+            parts |= {("starved", c): seconds for c, seconds in enumerate(by_class)}
+            parts["starved", None] = np.maximum(left_out - np.sum(by_class, axis=0), 0.0)
+        return parts
 
 
 def resumption_ns(time: EngineTime, end: Place) -> Ints:
