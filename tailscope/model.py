@@ -230,6 +230,8 @@ class ClassRow:
     tail_n: int = 0
     excess_s: float | None = None
     excess: Mapping[str, float] = field(default_factory=dict)
+    #: The least and the most of the excess that others' prefill can be, by the cost model's errors.
+    others_prefill_s: tuple[float, float] | None = None
     objectives: tuple[Objective, ...] = ()
 
     @property

@@ -52,6 +52,9 @@ def write_bills(trace: Trace, limits: Mapping[str, Limits]) -> Ledger:
             f"CREATE OR REPLACE TEMP TABLE {table}"
             "(id BIGINT, place VARCHAR, component VARCHAR, culprit VARCHAR, ns BIGINT)"
         )
+        con.execute(
+            f"CREATE OR REPLACE TEMP TABLE {table}_bounds(id BIGINT, place VARCHAR, low DOUBLE, high DOUBLE)"
+        )
     write_told(trace)
     ledger = Ledger(culprit_classes(trace))
     for row in trace.rows(
@@ -273,10 +276,10 @@ def _bookings(
     prefilling |= stalls.parts(decoding=False)
     decoding |= stalls.parts(decoding=True)
     return [
-        Booking("wait", wait, waiting, "frontend"),
+        Booking("wait", wait, waiting, "frontend", time.prefill_bounds(arrived, queued)),
         Booking("queue", queue, queueing, "queue"),
-        Booking("prefill", prefill, prefilling, "unexplained"),
-        Booking("decode", decode, decoding, "unexplained"),
+        Booking("prefill", prefill, prefilling, "unexplained", time.prefill_bounds(scheduled, first)),
+        Booking("decode", decode, decoding, "unexplained", time.prefill_bounds(first, last)),
     ]
 
 
@@ -375,7 +378,8 @@ def _gap_booking(time: EngineTime, start_ns: Ints, end_ns: Ints, preempted: NDAr
         **_others_prefill("others_prefill_in_decode", time, decode_from, end),
         **by_holder("preempted", stall, [time.between(held, start, resumed) for held in time.held_by]),
     }
-    return Booking("decode", end_ns - start_ns, parts, "unexplained")
+    bounds = time.prefill_bounds(decode_from, end)
+    return Booking("decode", end_ns - start_ns, parts, "unexplained", bounds)
 
 
 def _about(time: EngineTime, instance: str, engine: int | None, window_ns: tuple[int, int]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tailscope import stats
 from tailscope.config import Slo
 from tailscope.ledger.bills import Ledger, write_gap_bills
+from tailscope.ledger.lines import MODELLED
 from tailscope.model import ClassRow, Objective
 from tailscope.stats import Floats
 from tailscope.store import Trace
@@ -63,10 +64,21 @@ def write_contrast(trace: Trace, ledger: Ledger, slos: tuple[Slo, ...], klass: s
         "SELECT klass, metric, component, sum(excess_s) AS s FROM excess GROUP BY ALL ORDER BY ALL"
     ):
         excess.setdefault((row["klass"], row["metric"]), {})[row["component"]] = row["s"]
+    bounds = {
+        (row["klass"], row["metric"]): (min(row["low"], row["high"]), max(row["low"], row["high"]))
+        for row in trace.rows(_BOUNDS)
+    }
     order = {metric: i for i, metric in enumerate(METRICS)}
     classes = list(dict.fromkeys(r.klass for r in rows))
     rows.sort(key=lambda r: (classes.index(r.klass), order[r.metric]))
-    return [replace(r, excess=excess.get((r.klass, r.metric), {})) for r in rows]
+    return [
+        replace(
+            r,
+            excess=excess.get((r.klass, r.metric), {}),
+            others_prefill_s=bounds.get((r.klass, r.metric)),
+        )
+        for r in rows
+    ]
 
 
 #: A member's lines count with one weight up to the first token and with another for decode: TPOT is decode per
@@ -85,6 +97,21 @@ SELECT klass, metric, component, culprit,
        sum(weight * ns) FILTER (WHERE tail) / 1e9 AS tail_s,
        sum(weight * ns) / 1e9 AS excess_s
 FROM lines WHERE weight <> 0 GROUP BY ALL
+"""
+
+
+#: The least and the most of each excess that others' prefill can be, whatever the cost model is off by.
+_BOUNDS = f"""
+WITH modelled AS (
+    SELECT m.klass, m.metric, CASE WHEN l.place = 'decode' THEN m.decode_weight ELSE m.before_weight END * l.ns AS ns, b.low, b.high
+    FROM members m JOIN bill_lines l ON l.id = m.id LEFT JOIN bill_lines_bounds b ON b.id = l.id AND b.place = l.place
+    WHERE m.metric <> 'ITL' AND l.component IN {MODELLED}
+    UNION ALL
+    SELECT m.klass, m.metric, m.decode_weight * l.ns, b.low, b.high
+    FROM members m JOIN gap_lines l ON l.id = m.id LEFT JOIN gap_lines_bounds b ON b.id = l.id AND b.place = l.place
+    WHERE m.metric = 'ITL' AND l.component IN {MODELLED}
+)
+SELECT klass, metric, sum(ns * coalesce(low, 1)) / 1e9 AS low, sum(ns * coalesce(high, 1)) / 1e9 AS high FROM modelled GROUP BY ALL
 """
 
 

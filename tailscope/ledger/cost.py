@@ -62,6 +62,19 @@ class CostModel:
         base, prefill = base * scale, prefill * scale
         return base, prefill, np.maximum(tile - base - prefill, 0.0)
 
+    def prefill_bounds(
+        self, base_features: Floats, prefill_features: Floats, tile: Floats
+    ) -> tuple[Floats, Floats]:
+        """The least and the most of each step that its prefill can be: no more of the noise than its model's error, or all
+        that is beyond what the rest of the batch takes."""
+        if not self.usable:
+            return np.zeros(len(tile)), np.where(prefill_features[:, 1] > 0, tile, 0.0)
+        base, prefill = base_features @ self.base, prefill_features @ self.prefill
+        share = np.minimum(tile / np.maximum(base + prefill, 1e-12), 1.0)
+        low = prefill * share * (1 - self.error)
+        high = np.where(prefill > 0, np.maximum(tile - base * share * (1 - self.error), prefill * share), 0.0)
+        return low, np.minimum(high, tile)
+
 
 @dataclass(frozen=True)
 class CostModels:
@@ -100,6 +113,18 @@ class CostModels:
             ):
                 part[mine] = values
         return parts[0], parts[1], parts[2]
+
+    def prefill_bounds(
+        self, base_features: Floats, prefill_features: Floats, tile: Floats
+    ) -> tuple[Floats, Floats]:
+        """See `CostModel.prefill_bounds`."""
+        low, high = np.zeros(len(tile)), np.zeros(len(tile))
+        for number, model in enumerate(self.models):
+            mine = self.of_step == number
+            low[mine], high[mine] = model.prefill_bounds(
+                base_features[mine], prefill_features[mine], tile[mine]
+            )
+        return low, high
 
     def prefill(self, features: Floats) -> Floats:
         """Seconds that each step's prefill takes by its model."""

@@ -310,6 +310,15 @@ class EngineTime:
             base, computed, unexplained = np.zeros(n), np.zeros(n), without
         else:
             base, computed, unexplained = self.cost.split(work.base_features, work.prefill_features, without)
+        #: Prefix sums of each step's prefill as it is booked, the least and the most that it can be.
+        self._prefill_sums = (np.zeros(n + 1),) * 3
+        if self.cost is not None:
+            low, high = self.cost.prefill_bounds(work.base_features, work.prefill_features, without)
+            self._prefill_sums = (
+                prefix_sums(computed),
+                prefix_sums(np.minimum(low, computed)),
+                prefix_sums(np.maximum(high, computed)),
+            )
         #: Seconds of each step that the prefill of other engines which step together made it longer.
         self.by_others = np.zeros(n)
         if engines > 1 and self.cost is not None:
@@ -363,6 +372,12 @@ class EngineTime:
 
     def between(self, sums: Floats, start: Place, end: Place) -> Floats:
         return np.maximum(self.at(sums, end) - self.at(sums, start), 0.0)
+
+    def prefill_bounds(self, start: Place, end: Place) -> tuple[Floats, Floats]:
+        """The least and the most that the prefill between two instants can be, as multiples of what is booked."""
+        booked, low, high = (self.between(sums, start, end) for sums in self._prefill_sums)
+        some = np.maximum(booked, 1e-12)
+        return np.where(booked > 0, low / some, 1.0), np.where(booked > 0, high / some, 1.0)
 
     def longest_unexplained(self, within: NDArray[np.bool_], count: int) -> list[tuple[int, float]]:
         """(step, seconds) of the chosen steps that the cost model explains least, pauses among them, longest first."""

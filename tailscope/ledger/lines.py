@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -48,6 +49,8 @@ class Booking:
     total_ns: Ints
     parts: Parts
     rest: str
+    #: The least and the most that others' prefill can be, as multiples of what is booked; None where it is not modelled.
+    bounds: tuple[Floats, Floats] | None = None
 
 
 def mean_of(bookings: Sequence[Sequence[Booking]]) -> list[Booking]:
@@ -57,12 +60,21 @@ def mean_of(bookings: Sequence[Sequence[Booking]]) -> list[Booking]:
         keys = dict.fromkeys(key for booking in same for key in booking.parts)
         zero = np.zeros(len(same[0].total_ns))
         parts = {key: np.sum([b.parts.get(key, zero) for b in same], axis=0) / len(same) for key in keys}
-        result.append(Booking(same[0].place, same[0].total_ns, parts, same[0].rest))
+        known = [b.bounds for b in same if b.bounds is not None]
+        low = np.min([low for low, _ in known], axis=0) if known else zero
+        high = np.max([high for _, high in known], axis=0) if known else zero
+        bounds = (low, high) if known else None
+        result.append(Booking(same[0].place, same[0].total_ns, parts, same[0].rest, bounds))
     return result
 
 
+#: Components that are the cost model's part of a step, and so carry its bounds.
+MODELLED = tuple(name for name in COMPONENTS if name.startswith("others_prefill"))
+
+
 class Lines:
-    """Writes bookings as rows (id, place, component, culprit, ns) of a table."""
+    """Writes bookings as rows (id, place, component, culprit, ns) of a table, and the bounds of others' prefill in them as
+    rows (id, place, low, high) of `TABLE_bounds`."""
 
     def __init__(self, trace: Trace, table: str, ids: Ints, culprits: tuple[str, ...]) -> None:
         self._trace, self._table, self._ids, self._culprits = trace, table, ids, culprits
@@ -85,6 +97,8 @@ class Lines:
                 self._append(
                     booking.place, component, None if culprit is None else self._culprits[culprit], ns
                 )
+            if booking.bounds is not None:
+                self._bound(booking, sum(ns for (name, _), ns in lines.items() if name in MODELLED))
 
     def _append(self, place: str, component: str, culprit: str | None, ns: Ints) -> None:
         some = ns > 0
@@ -97,3 +111,14 @@ class Lines:
             names=["id", "place", "component", "culprit", "ns"],
         )
         self._trace.insert(self._table, rows)
+
+    def _bound(self, booking: Booking, modelled: Any) -> None:
+        assert booking.bounds is not None
+        some = np.broadcast_to(modelled, booking.total_ns.shape) > 0
+        if some.any():
+            place = pa.repeat(pa.scalar(booking.place, pa.string()), int(some.sum()))
+            low, high = (pa.array(values[some]) for values in booking.bounds)
+            rows = pa.Table.from_arrays(
+                [pa.array(self._ids[some]), place, low, high], names=["id", "place", "low", "high"]
+            )
+            self._trace.insert(f"{self._table}_bounds", rows)
