@@ -91,6 +91,8 @@ class _Reader:
         self.source, self.tally = source, source.tally
         self.engine = _Engine()
         self.where, self.largest, self.lost = "", -1, 0
+        #: Lines that could not be used since the last one that could: steps that are counted already.
+        self.unusable = 0
         self.schedule = _Columns(
             SCHEDULE,
             (
@@ -160,6 +162,7 @@ class _Reader:
         """What a line said is lost: who runs now is not known until a line names all."""
         self._close_all()
         self.engine.known = False
+        self.unusable += 1
 
     def _close_all(self) -> None:
         for request in list(self.engine.running):
@@ -191,11 +194,11 @@ class _Reader:
             raise _Malformed
         if engine.last is not None and not follows:
             lost = number - engine.last[0] - 1
-            self._lose()
             if record.get("lost"):
                 self.lost += lost
-            else:
-                self.tally.reject("step is missing", self.where, lost)
+            elif lost > self.unusable:
+                self.tally.reject("step is missing", self.where, lost - self.unusable)
+            self._lose()
         full = record.get("full") is True
         engine.known |= full
         if full:
@@ -216,7 +219,7 @@ class _Reader:
             self.tally.blank("who was in the step is not known after lost lines", self.where)
         self._happened(record, end, elapsed, preempted)
         self._iteration(record, number, end, elapsed, len(preempted))
-        engine.last = (number, end, mono)
+        engine.last, self.unusable = (number, end, mono), 0
 
     def _time(self, record: dict[str, Any]) -> tuple[int, int, int, int]:
         """(number, end on the wall clock, how long it took, end on the monotonic clock)"""
