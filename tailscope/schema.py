@@ -206,6 +206,13 @@ ITERATIONS = Table(
             "Preemptions reported with the step. vLLM reports one with the victim's next output, so late.",
         ),
         Column("is_dummy", BOOL, "", "A step without work, run to keep data-parallel ranks together."),
+        Column(
+            "blocked",
+            TEXT,
+            "",
+            "What kept the head of the queue out of the step, where the scheduler itself told: budget, slots, kv or other; "
+            "NULL where nobody waited or nothing says.",
+        ),
     ),
     sort=("instance", "engine", "end_ns"),
     time="end_ns",
@@ -218,7 +225,11 @@ SCHEDULE = Table(
         *_instance(),
         Column("iteration_first", INT, "", "First step of the run."),
         Column("iteration_last", INT, "", "Last step of the run."),
-        Column("request_key", TEXT, "", "Row of `requests`."),
+        Column("first_end_ns", INT, "ns", "End of the run's first step; tells engines' restarts apart."),
+        Column("last_end_ns", INT, "ns", "End of its last step."),
+        Column("request_key", TEXT, "", "Row of `requests`; NULL until aligned."),
+        Column("request_id", TEXT, "", "Id that spans and stat loggers know the request by. Not unique."),
+        Column("stay", INT, "", "Number of the request in its source: tells requests of one id apart."),
         Column("phase", TEXT, "", "prefill, decode or recompute."),
         Column(
             "tokens", INT, "tokens", "Tokens given to the request in each step; 0 for a running one left out."
@@ -226,6 +237,7 @@ SCHEDULE = Table(
         Column("computed_before", INT, "tokens", "Tokens computed before the run's first step."),
     ),
     sort=("instance", "engine", "iteration_first"),
+    time="first_end_ns",
 )
 
 PROFILES = Table(
@@ -366,6 +378,9 @@ EVENTS = Table(
             "or injected.",
         ),
         Column("request_key", TEXT, "", "Row of `requests`; NULL until aligned."),
+        Column(
+            "request_id", TEXT, "", "Id that spans and stat loggers know the request by, where it is told."
+        ),
         Column("rank", INT, "", "Rank it happened on."),
         Column("detail", TEXT, "", "What the source said, in short."),
     ),

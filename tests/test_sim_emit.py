@@ -96,6 +96,30 @@ SCENARIOS = {
     "tenants": replace(
         PLAIN, loads=(replace(LOAD, tenant="a\n\u00e9"), replace(LOAD, name="bulk", priority=5))
     ),
+    "schedule": replace(
+        PLAIN,
+        loads=(
+            Load("chat", rate=20.0, output_tokens=Sizes(150.0, 0.3), abort_share=0.1),
+            Load("long", rate=0.5, prompt_tokens=Sizes(3_000.0), output_tokens=Sizes(20.0)),
+        ),
+        engine=Engine(kv_blocks=500, max_num_batched_tokens=512),
+        telemetry=Telemetry(schedule=True),
+    ),
+    "schedule-starved": replace(
+        PLAIN,
+        loads=(Load("chat", rate=30.0, output_tokens=Sizes(60.0, 0.3)),),
+        engine=Engine(max_num_batched_tokens=16),
+        telemetry=Telemetry(schedule=True),
+    ),
+    "schedule-replicas": replace(
+        PLAIN,
+        loads=(LOAD, HOSTILE),
+        engine=Engine(replicas=2, data_parallel=2, moe=True),
+        telemetry=Telemetry(schedule=True),
+    ),
+    "schedule-pair": replace(
+        PLAIN, engine=Engine(prefill_replicas=1), telemetry=Telemetry(schedule=True, stat_logger=False)
+    ),
     "silent": replace(PLAIN, duration_s=0.05, loads=(Load("none", requests=0),)),
 }
 #: What spans of the fleet's own name.
@@ -160,7 +184,7 @@ def test_tables_are_what_the_files_give(name: str, folder: Path, tmp_path: Path)
         assert set(read.files) <= set(tables)
 
 
-@pytest.mark.parametrize("name", ["preemptions", "left", "replicas"])
+@pytest.mark.parametrize("name", ["preemptions", "left", "replicas", "schedule"])
 def test_the_diagnosis_is_the_same(name: str, folder: Path, tmp_path: Path) -> None:
     with Trace(ingested(folder, name)) as trace:
         read = diagnose(trace, Config(), Scope())

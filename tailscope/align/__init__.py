@@ -1,7 +1,7 @@
 """From raw tables to aligned ones: observers of a request joined, steps in order, coverage of both.
 
 Leaves temporary tables in the trace's connection: `observed`, `steps`, `joined`, `client_clock`, `coverage`,
-`configured`, `counters`, `histograms`.
+`scheduled`, `configured`, `counters`, `histograms`.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ def align(trace: Trace, config: Config, scope: Scope) -> None:
     _pair(trace, "client_pairs", "shared_id", "view IN ('client', 'gateway')", engine_rows, with_clock=True)
     con.execute(sql_of(__name__, "joined"))
     con.execute(sql_of(__name__, "coverage"))
+    con.execute(sql_of(__name__, "scheduled"))
     con.execute(sql_of(__name__, "configured"))
     con.execute(sql_of(__name__, "counters"), scope.parameters)
     con.execute(sql_of(__name__, "histograms"), scope.parameters)

@@ -1,5 +1,5 @@
 -- steps: the engine's steps in order, each tiled [end of the one before, end]. Where precise and imprecise
--- sources tell of the same time of an engine, the precise one wins.
+-- sources tell of the same time of an engine, the precise one wins; what the scheduler itself measured before all.
 -- A step after an idle engine starts when it is known to have started, else as long before its end as the
 -- engine says it took: the idle time between is nobody's.
 -- Of two steps that end together the one listed first takes the time.
@@ -38,12 +38,21 @@ precise AS (
     SELECT instance, engine, min(end_ns) AS first_ns, max(end_ns) AS last_ns
     FROM told WHERE time_error_ns IS NULL GROUP BY ALL
 ),
+measured AS (
+    -- A rank's profile measures too, but counts only where the engine told nothing.
+    SELECT instance, engine, min(end_ns) AS first_ns, max(end_ns) AS last_ns
+    FROM told WHERE end_basis = 'measured' AND rank IS NULL GROUP BY ALL
+),
 chosen AS (
     SELECT t.*
     FROM told t LEFT JOIN precise p ON t.instance = p.instance AND t.engine IS NOT DISTINCT FROM p.engine
-    WHERE t.time_error_ns IS NULL OR p.first_ns IS NULL
-       -- Log lines have 1 s resolution.
-       OR t.end_ns < p.first_ns - 1000000000 OR t.end_ns > p.last_ns + 1000000000
+    LEFT JOIN measured m ON t.instance = m.instance AND t.engine IS NOT DISTINCT FROM m.engine
+    WHERE (t.time_error_ns IS NULL OR p.first_ns IS NULL
+           -- Log lines have 1 s resolution.
+           OR t.end_ns < p.first_ns - 1000000000 OR t.end_ns > p.last_ns + 1000000000)
+      -- A front end hears of the last step a little later.
+      AND (t.end_basis = 'measured' OR m.first_ns IS NULL
+           OR t.end_ns < m.first_ns OR t.end_ns > m.last_ns + 1000000000)
 ),
 ordered AS (
     SELECT
@@ -51,6 +60,8 @@ ordered AS (
         lag(end_ns) OVER w AS previous_end_ns,
         -- An engine that counts from the start again has nothing left over.
         CASE WHEN iteration < lag(iteration) OVER w THEN 0
+             -- Nor is a step to be blamed for those before it that a scheduler's log lost.
+             WHEN end_basis = 'measured' AND iteration > lag(iteration) OVER w + 1 THEN 0
              ELSE lag(running) OVER w + coalesce(lag(waiting) OVER w, 0) + coalesce(lag(deferred) OVER w, 0)
              END AS left_over
     FROM chosen
@@ -76,5 +87,5 @@ SELECT
     coalesce(prefill_requests, 0) AS prefill_requests, coalesce(prefill_tokens, 0) AS prefill_tokens,
     coalesce(decode_requests, 0) AS decode_requests,
     coalesce(decode_tokens, decode_requests, 0) AS decode_tokens,
-    running, waiting, deferred, kv_usage, preempted, coalesce(is_dummy, false) AS is_dummy
+    running, waiting, deferred, kv_usage, preempted, coalesce(is_dummy, false) AS is_dummy, blocked
 FROM placed;

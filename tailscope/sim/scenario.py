@@ -232,6 +232,7 @@ class Telemetry:
     with the times of its chunks, or the result file of `vllm bench serve --save-detailed`. `profile_missing`: ranks
     whose profiles are lost. `profile_dropped`: share of what ran on a GPU, or of gloo's transfers, that the profiles lost,
     by buffers. `expert_load`: the trace has the tokens of each expert in the steps profiled (no file tells them).
+    `schedule`: the engines' schedulers log which requests each step computes (examples/vllm/schedule_logger.py).
     """
 
     spans: bool = True
@@ -248,6 +249,7 @@ class Telemetry:
     profile_missing: tuple[int, ...] = ()
     profile_dropped: float = 0.0
     expert_load: bool = False
+    schedule: bool = False
 
 
 @dataclass(frozen=True)

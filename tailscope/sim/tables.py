@@ -15,9 +15,20 @@ import numpy as np
 import pyarrow as pa
 
 from tailscope.model import request_key
-from tailscope.schema import BY_NAME, EVENTS, ITERATIONS, METRICS, REQUESTS, SERIES, SOURCES, TOKENS, Table
-from tailscope.sim import tables_clients, tables_metrics
-from tailscope.sim.emit import client, files, log, otlp, stat_logger
+from tailscope.schema import (
+    BY_NAME,
+    EVENTS,
+    ITERATIONS,
+    METRICS,
+    REQUESTS,
+    SCHEDULE,
+    SERIES,
+    SOURCES,
+    TOKENS,
+    Table,
+)
+from tailscope.sim import tables_clients, tables_metrics, tables_schedule
+from tailscope.sim.emit import client, files, log, otlp, schedule, stat_logger
 from tailscope.sim.emit.front_end import (
     LOG_INTERVAL_S,
     FrontEnd,
@@ -55,6 +66,10 @@ def request_tables(outcome: Outcome, *, metrics: bool = False) -> dict[str, pa.T
             for view in here:
                 name = stat_logger.file_name(view)
                 tables.add("vllm_statlogger", instance, name, _stat_logger(outcome, view, metrics))
+        if telemetry.schedule:
+            for view in here:
+                rows = tables_schedule.of_log(outcome, view)
+                tables.add("vllm_schedule", instance, schedule.file_name(view), rows)
         if telemetry.metrics:
             tables.add(
                 "vllm_metrics",
@@ -84,6 +99,7 @@ class _Tables:
     def __init__(self, outcome: Outcome, metrics: bool) -> None:
         self.outcome = outcome
         names = [REQUESTS, TOKENS, ITERATIONS, EVENTS, SOURCES, *([METRICS, SERIES] if metrics else [])]
+        names += [SCHEDULE] if outcome.scenario.telemetry.schedule else []
         self.rows: dict[str, list[pa.Table]] = {table.name: [] for table in names}
         self.sources: list[dict[str, Any]] = []
         self.known: set[tuple[str, str]] = set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tailscope.sim.emit import client, log, otlp, prometheus, stat_logger
+from tailscope.sim.emit import client, log, otlp, prometheus, schedule, stat_logger
 from tailscope.sim.emit.front_end import EPOCH_S, FrontEnd, front_ends, of_instance
 from tailscope.sim.outcome import Outcome
 
@@ -59,6 +59,10 @@ def _server(outcome: Outcome, views: list[FrontEnd], place: Path) -> list[Path]:
         for view in views:
             written.append(place / stat_logger.file_name(view))
             stat_logger.write(outcome, view, written[-1])
+    if telemetry.schedule:
+        for view in views:
+            written.append(place / schedule.file_name(view))
+            schedule.write(outcome, view, written[-1])
     if telemetry.metrics:
         written.append(place / METRICS)
         prometheus.write(outcome, views, written[-1])
