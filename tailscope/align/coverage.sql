@@ -25,4 +25,3 @@ FROM joined j
 LEFT JOIN span s ON s.instance = j.instance AND s.engine IS NOT DISTINCT FROM j.engine
 LEFT JOIN whole w ON w.instance = j.instance AND NOT j.engine_known
 WHERE j.billed AND EXISTS (FROM steps);
-CREATE TEMP TABLE IF NOT EXISTS scheduled(k_first BIGINT, k_last BIGINT, rid BIGINT, phase VARCHAR, tokens BIGINT, computed_before BIGINT);
