@@ -22,6 +22,8 @@ KV_PARTLY = 0.1
 BUDGET_FULL = 0.95
 #: Below this many tokens in the largest step the budget was never met, so it cannot be read off the steps.
 MIN_BUDGET = 512
+#: What keeps a request out of a step.
+BLOCKERS = ("budget", "slots", "kv", "other")
 #: Least share of a step that must be left, after what its ranks lost, for it to count in the fit of the cost model.
 LEFT = 0.1
 
@@ -57,6 +59,8 @@ class Steps:
     own: Floats
     #: How often the engine had started before each step.
     epoch: Floats
+    #: What kept the head of the queue out, as the scheduler told it: an index of BLOCKERS, NaN where it told nothing.
+    blocked: Floats
 
 
 @dataclass(frozen=True)
@@ -411,6 +415,15 @@ class EngineTime:
         most = np.nanmax(steps.running) if np.isfinite(steps.running).any() else np.inf
         by_slots = no_slot | (~by_budget & ~by_kv & (steps.running >= most) & waits)
         by_kv |= ~by_budget & ~by_slots & self._head_too_big(waits)
+        told = np.flatnonzero(np.isfinite(steps.blocked))
+        if len(told):
+            # A scheduler that tells says so of each step in which somebody waits.
+            inside = np.zeros(len(tokens), bool)
+            inside[told[0] : told[-1] + 1] = True
+            by_budget, by_slots, by_kv = (
+                np.where(inside, steps.blocked == code, guess)
+                for code, guess in enumerate((by_budget, by_slots, by_kv))
+            )
         return {"budget": by_budget.astype(float), "kv": by_kv.astype(float), "slots": by_slots.astype(float)}
 
     def _head_too_big(self, waits: NDArray[np.bool_]) -> NDArray[np.bool_]:

@@ -243,11 +243,13 @@ class _Booked:
                 self.add("prefill", name, None, chunks.request, np.diff(sums)[step])
 
     def _decode(self) -> None:
-        """Steps it decoded in; the rest of its time between first and last token it was out: preempted, or left out."""
+        """Steps it decoded in, or was computed again; the rest of its time between first and last token it was out: preempted,
+        or left out."""
         q, t, r, mine = self.q, self.tiles, self.engine.runs, self.mine
-        billed = np.zeros(self.n, bool)
-        billed[mine] = True
-        chosen = (r.phase == DECODE) & (r.tokens > 0) & billed[r.request]
+        answering = np.full(self.n, np.iinfo(np.int64).max)
+        answering[mine] = np.searchsorted(t.end_s, q.first_token_s[mine], side="left")
+        chosen = (r.tokens > 0) & ((r.phase == DECODE) | (r.first > answering[r.request]))
+        chosen &= answering[r.request] < np.iinfo(np.int64).max
         request, first, beyond = r.request[chosen], r.first[chosen], r.last[chosen] + 1
         self.add("decode", "decode", None, request, t.base[beyond] - t.base[first])
         for load, sums in enumerate(t.prefill_by):
