@@ -27,6 +27,8 @@ SLOWEST_SHARE, SLOWEST_LEAST = 0.1, 5
 TYPICAL = (0.4, 0.6)
 #: Typical gaps between tokens are sampled; their mean bill needs no more.
 TYPICAL_GAPS = 20_000
+#: So are those of a tail of very many.
+TAIL_GAPS = 100_000
 #: Latencies kept for the effective sample size, which needs their order in time.
 MAX_VALUES = 1_000_000
 
@@ -262,7 +264,10 @@ def _token_gaps(trace: Trace, ledger: Ledger, slos: tuple[Slo, ...], klass: str 
     """ITL from chunk times: each gap between a request's chunks, billed on the engine's clock. Fills `gaps`, which is empty
     where no chunk's time is known."""
     con = trace.connection
-    con.execute(_GAPS, {"klass": klass})
+    streams, times, view = _GAPS
+    con.execute(streams, {"klass": klass})
+    con.execute(times)
+    con.execute(view)
     rows: list[ClassRow] = []
     asked: list[pa.Table] = []
     for entry in trace.rows(
@@ -271,7 +276,7 @@ def _token_gaps(trace: Trace, ledger: Ledger, slos: tuple[Slo, ...], klass: str 
         name, n = entry["klass"], entry["n"]
         stride = -(-n // MAX_VALUES)
         sample = con.execute(
-            "SELECT (end_ns - start_ns) / 1e9 AS value, end_ns FROM gaps WHERE klass = $klass AND id % $stride = 0 ORDER BY id",
+            "SELECT (end_ns - start_ns) / 1e9 AS value, end_ns FROM gaps WHERE klass = $klass AND hash(id) % $stride = 0 ORDER BY id",
             {"klass": name, "stride": stride},
         ).fetchnumpy()
         values = np.asarray(sample["value"], np.float64)
@@ -285,7 +290,7 @@ def _token_gaps(trace: Trace, ledger: Ledger, slos: tuple[Slo, ...], klass: str 
         low, high = (float(v) for v in np.quantile(values, TYPICAL))
         members = con.execute(
             """
-            SELECT id, (end_ns - start_ns) / 1e9 AS value, value >= $threshold AS tail,
+            SELECT id, (end_ns - start_ns) / 1e9 AS value, value >= $threshold AND hash(id) % $thin = 0 AS tail,
                    value BETWEEN $low AND $high AND hash(id) % greatest(1, $n // $most) = 0 AS typical
             FROM gaps WHERE klass = $klass AND (tail OR typical) ORDER BY id
             """,
@@ -296,6 +301,7 @@ def _token_gaps(trace: Trace, ledger: Ledger, slos: tuple[Slo, ...], klass: str 
                 "high": high,
                 "n": n // 5,
                 "most": TYPICAL_GAPS,
+                "thin": max(1, int(tail.sum()) * stride // TAIL_GAPS),
             },
         ).fetchnumpy()
         is_tail = np.asarray(members["tail"], bool)
@@ -313,23 +319,33 @@ def _token_gaps(trace: Trace, ledger: Ledger, slos: tuple[Slo, ...], klass: str 
     return rows
 
 
-_GAPS = """
-CREATE OR REPLACE TEMP TABLE gaps AS
-WITH streams AS (
-    SELECT coalesce(client_key, request_key) AS key, klass, instance, engine, rid, coalesce(preemptions, 0) > 0 AS preempted,
-           coalesce(client_arrival_ns + client_ttft_ns - (arrival_ns + ttft_ns), 0) AS delay_ns,
-           CASE WHEN client_key IS NULL THEN 'engine' ELSE 'client' END AS observer
-    FROM joined WHERE billed AND ($klass IS NULL OR klass = $klass)
-),
-chunks AS (
-    SELECT s.*, lag(instant(t.time_ns)) OVER (PARTITION BY t.request_key ORDER BY t.seq) AS before_ns,
-           instant(t.time_ns) AS time_ns
-    FROM tokens t JOIN streams s ON s.key = t.request_key
+#: A gap's number in its stream takes so many bits of its id; the rest is the request's.
+_NUMBER_BITS = 24
+#: Tens of millions of gaps: numbers only, what is of the whole stream is joined.
+_GAPS = (
+    """
+CREATE OR REPLACE TEMP TABLE gap_streams AS
+SELECT coalesce(client_key, request_key) AS key, klass, instance, engine, rid, coalesce(preemptions, 0) > 0 AS preempted,
+       coalesce(client_arrival_ns + client_ttft_ns - (arrival_ns + ttft_ns), 0) AS delay_ns,
+       CASE WHEN client_key IS NULL THEN 'engine' ELSE 'client' END AS observer
+FROM joined WHERE billed AND ($klass IS NULL OR klass = $klass)
+""",
+    f"""
+CREATE OR REPLACE TEMP TABLE gap_times AS
+WITH chunks AS (
+    SELECT s.rid, instant(t.time_ns) - s.delay_ns AS end_ns,
+           lag(end_ns) OVER w AS start_ns, row_number() OVER w AS number
+    FROM tokens t JOIN gap_streams s ON s.key = t.request_key
+    WINDOW w AS (PARTITION BY s.rid ORDER BY t.seq)
 )
-SELECT row_number() OVER (ORDER BY time_ns, rid) AS id, klass, instance, engine, rid, preempted, observer,
-       before_ns - delay_ns AS start_ns, time_ns - delay_ns AS end_ns
-FROM chunks WHERE before_ns IS NOT NULL AND time_ns >= before_ns
-"""
+SELECT (rid << {_NUMBER_BITS}) + number AS id, start_ns, end_ns FROM chunks WHERE start_ns IS NOT NULL AND end_ns >= start_ns
+""",
+    f"""
+CREATE OR REPLACE TEMP VIEW gaps AS
+SELECT g.id, s.klass, s.instance, s.engine, s.rid, s.preempted, s.observer, g.start_ns, g.end_ns
+FROM gap_times g JOIN gap_streams s ON s.rid = g.id >> {_NUMBER_BITS}
+""",
+)
 
 
 def _add_members(

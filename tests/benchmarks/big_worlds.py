@@ -6,16 +6,22 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from tailscope.parts import SourceWriter
-from tailscope.schema import ITERATIONS, REQUESTS
+from tailscope.schema import ITERATIONS, REQUESTS, SCHEDULE, TOKENS
 
 BUDGET = 2048
 START_NS = 1_795_000_000_000_000_000
 
 
-def write_world(trace: Path, requests: int, iterations: int, engines: int = 4, seed: int = 0) -> None:
-    """A trace of `requests` request spans over `iterations` engine steps, 2 % of the prompts long."""
+def write_world(
+    trace: Path, requests: int, iterations: int, engines: int = 4, seed: int = 0, told: bool = False
+) -> None:
+    """A trace of `requests` request spans over `iterations` engine steps, 2 % of the prompts long.
+
+    `told`: with the schedule and the times of every fourth token, of answers of some 200 tokens.
+    """
     for engine in range(engines):
         with SourceWriter(trace, f"{engine:016x}") as writer:
             _write_engine(
@@ -24,17 +30,20 @@ def write_world(trace: Path, requests: int, iterations: int, engines: int = 4, s
                 iterations // engines,
                 engine,
                 np.random.default_rng((seed, engine)),
+                told,
             )
             writer.commit(
                 {"kind": "synthetic", "path": f"engine{engine}", "folder": "world", "instances": ["world"]}
             )
 
 
-def _write_engine(writer: SourceWriter, n: int, steps: int, engine: int, random: np.random.Generator) -> None:
+def _write_engine(
+    writer: SourceWriter, n: int, steps: int, engine: int, random: np.random.Generator, told: bool
+) -> None:
     prompt = np.clip(random.lognormal(5.0, 0.8, n), 8, 1500).astype(np.int64)
     long = random.random(n) < 0.02
     prompt[long] = random.integers(3000, 16000, long.sum())
-    output = np.clip(random.lognormal(4.0, 0.8, n), 1, 800).astype(np.int64)
+    output = np.clip(random.lognormal(5.0 if told else 4.0, 0.8, n), 1, 800).astype(np.int64)
     chunks = -(-prompt // BUDGET)
     last = steps - int((chunks + output).max()) - 1
     first_step = np.sort(random.integers(1, max(last, 2), n))
@@ -88,7 +97,7 @@ def _write_engine(writer: SourceWriter, n: int, steps: int, engine: int, random:
     first_token, finished = end_ns[first_token_step], end_ns[end_step]
     for low in range(0, n, 100_000):
         part = slice(low, low + 100_000)
-        ids = [f"{engine:02x}{i:014x}" for i in range(low, min(low + 100_000, n))]
+        ids = [_key(engine, i) for i in range(low, min(low + 100_000, n))]
         writer.write(
             REQUESTS,
             REQUESTS.batch(
@@ -112,6 +121,87 @@ def _write_engine(writer: SourceWriter, n: int, steps: int, engine: int, random:
                     "output_tokens": pa.array(output[part]),
                     "preemptions": 0,
                     "status": "ok",
+                }
+            ),
+        )
+    if told:
+        _write_tokens(writer, engine, first_token_step, end_step, end_ns)
+        _write_schedule(writer, engine, prompt, chunks, first_step, first_token_step, end_step, end_ns)
+
+
+def _key(engine: int, request: int) -> str:
+    return f"{engine:02x}{request:014x}"
+
+
+def _write_tokens(
+    writer: SourceWriter,
+    engine: int,
+    first_token_step: NDArray[np.int64],
+    end_step: NDArray[np.int64],
+    end_ns: NDArray[np.int64],
+) -> None:
+    each = 4
+    for low in range(0, len(first_token_step), 2_000):
+        part = slice(low, low + 2_000)
+        counts = (end_step[part] - first_token_step[part]) // each + 1
+        seq = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        at = np.repeat(first_token_step[part], counts) + each * seq
+        keys = pa.array([_key(engine, low + i) for i in range(len(counts))])
+        writer.write(
+            TOKENS,
+            TOKENS.batch(
+                {
+                    "instance": "world",
+                    "engine": engine,
+                    "request_key": keys.take(pa.array(np.repeat(np.arange(len(counts)), counts))),
+                    "seq": pa.array(seq),
+                    "time_ns": pa.array(end_ns[at]),
+                    "count": each,
+                }
+            ),
+        )
+
+
+def _write_schedule(
+    writer: SourceWriter,
+    engine: int,
+    prompt: NDArray[np.int64],
+    chunks: NDArray[np.int64],
+    first_step: NDArray[np.int64],
+    first_token_step: NDArray[np.int64],
+    end_step: NDArray[np.int64],
+    end_ns: NDArray[np.int64],
+) -> None:
+    """A run for each chunk of a prompt, one for its answer."""
+    for low in range(0, len(prompt), 25_000):
+        rows = np.arange(low, min(low + 25_000, len(prompt)))
+        of_chunk = np.repeat(rows, chunks[rows])
+        number = np.arange(len(of_chunk)) - np.repeat(np.cumsum(chunks[rows]) - chunks[rows], chunks[rows])
+        step = np.minimum(first_step[of_chunk] + number, first_token_step[of_chunk])
+        answered = rows[end_step[rows] > first_token_step[rows]]
+        first = np.concatenate([step, first_token_step[answered] + 1])
+        last = np.concatenate([step, end_step[answered]])
+        request = np.concatenate([of_chunk, answered])
+        size = np.minimum(prompt[of_chunk] - number * BUDGET, BUDGET)
+        ids = pa.array([f"cmpl-{_key(engine, i)}-0" for i in rows])
+        phase = pa.array(["prefill", "decode"]).take(
+            pa.array(np.arange(len(first)) >= len(step)).cast(pa.int64())
+        )
+        writer.write(
+            SCHEDULE,
+            SCHEDULE.batch(
+                {
+                    "instance": "world",
+                    "engine": engine,
+                    "iteration_first": pa.array(first),
+                    "iteration_last": pa.array(last),
+                    "first_end_ns": pa.array(end_ns[first]),
+                    "last_end_ns": pa.array(end_ns[last]),
+                    "request_id": ids.take(pa.array(request - low)),
+                    "stay": pa.array(request),
+                    "phase": phase,
+                    "tokens": pa.array(np.concatenate([size, np.ones(len(answered), np.int64)])),
+                    "computed_before": pa.array(np.concatenate([number * BUDGET, prompt[answered]])),
                 }
             ),
         )
