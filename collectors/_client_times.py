@@ -36,7 +36,9 @@ def instant(value: object, unit_ns: int = 1) -> int | None:
     """Unix nanoseconds of a time given in units of `unit_ns`; None where it is missing or none."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= INT64_MAX:
         return None
-    ns = value * unit_ns if isinstance(value, int) else round(value * unit_ns)
+    # The product of a float would round to 256 ns, at today's Unix times.
+    whole = int(value)
+    ns = whole * unit_ns + round((value - whole) * unit_ns)
     return ns if ns <= INT64_MAX else None
 
 

@@ -21,7 +21,7 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
 from tailscope.errors import BadInput
-from tailscope.source import MAX_LINE, Source
+from tailscope.source import HEAD, MAX_LINE, Source
 
 PARQUET_MAGIC = b"PAR1"
 #: Bytes parsed at a time. A row of CSV cannot be longer than that.
@@ -29,6 +29,7 @@ BLOCK = 16 << 20
 ROWS = 65_536
 #: Rows looked at to say what a table is.
 SAMPLE = 200
+SAMPLE_BYTES = 8 << 20
 #: Column of row numbers beside those of the file. No file has it: NUL is no character of a name.
 ROW = "\0row"
 #: Columns shown in a message.
@@ -60,29 +61,39 @@ class Sample:
         return [value for row in self.rows if (value := row.get(column, "").strip())]
 
 
-def sample(source: Source) -> Sample | None:
-    """How the file begins, if it is a table; None if it is not."""
+def sample(source: Source, sure: bool = False) -> Sample | None:
+    """How the file begins, if it is a table; None if it is not.
+
+    Where someone says that it is a table (`sure`), its header may hold anything.
+    """
     head = source.head()
     if head.startswith(PARQUET_MAGIC):
         return _sample_parquet(source)
     text = head.decode("utf-8", "replace")
-    if "\0" in text:
+    if "\0" in text.partition("\n")[0]:
         return None
-    whole = text.rpartition("\n")[0] if len(head) >= 1 << 16 else text
     if text.lstrip().startswith("{"):
-        return _sample_lines(whole or text)
-    return _sample_csv(whole)
+        return _sample_lines(source)
+    whole = text.rpartition("\n")[0] if len(head) == HEAD else text
+    return _sample_csv(whole or text, sure)
 
 
-def _sample_lines(text: str) -> Sample | None:
+def _sample_lines(source: Source) -> Sample | None:
+    """The first lines whole: one with a prompt in it may be longer than what is looked at to recognise a file."""
     rows = []
-    for line in text.splitlines()[:SAMPLE]:
-        try:
-            record = orjson.loads(line)
-        except orjson.JSONDecodeError:
-            continue
-        if isinstance(record, dict):
-            rows.append(_flat(record))
+    left = SAMPLE_BYTES
+    with Source(source.path).open() as stream:
+        for _ in range(SAMPLE):
+            line = stream.readline(left)
+            left -= len(line)
+            if not left or not line:
+                break
+            try:
+                record = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                continue
+            if isinstance(record, dict):
+                rows.append(_flat(record))
     if not rows:
         return None
     columns = tuple(dict.fromkeys(name for row in rows for name in row))
@@ -101,9 +112,9 @@ def _flat(record: dict[str, Any], prefix: str = "", depth: int = 0) -> dict[str,
     return flat
 
 
-def _sample_csv(text: str) -> Sample | None:
+def _sample_csv(text: str, sure: bool) -> Sample | None:
     lines = text.splitlines()
-    if len(lines) < 2:
+    if len(lines) < 2 and not sure:
         return None
     for delimiter in sorted(DELIMITERS, key=lambda d: -lines[0].count(d)):
         try:
@@ -112,11 +123,12 @@ def _sample_csv(text: str) -> Sample | None:
             continue
         rows = [row for row in rows if row]
         names = [name.strip() for name in rows[0]] if rows else []
-        if len(names) < 2 or not all(_NAME.fullmatch(name) for name in names):
+        # An index that pandas wrote has no name.
+        if len(names) < 2 or not (sure or all(_NAME.fullmatch(name) for name in names if name)):
             continue
         body = [row for row in rows[1:] if len(row) == len(names)]
         # A log with commas in it is not a table.
-        if body and 2 * len(body) >= len(rows) - 1:
+        if sure or (body and 2 * len(body) >= len(rows) - 1):
             return Sample(
                 "csv", tuple(names), tuple(dict(zip(names, row, strict=True)) for row in body), delimiter
             )

@@ -89,6 +89,7 @@ def _starts(requests: list[Any], run: Mapping[str, Any], unit: int, source: Sour
         None if value is None else value * unit / SECOND
         for value in (number(r.get("e2e_latency")) if isinstance(r, dict) else None for r in requests)
     ]
+    # `run_duration` is in seconds whatever the unit of the latencies.
     since = of_closed_loop(latencies, 1) if run.get("num_concurrency") == 1 else None
     if since is None or not as_long_as(run.get("run_duration"), since, latencies):
         source.tally.note(NOT_PLACED)

@@ -23,6 +23,7 @@ from tailscope.schema import REQUESTS, Table
 from tailscope.source import Source
 
 from ._client_times import end_by_file_time
+from ._ids import stored_request_id
 from ._table_files import ROW, SHOWN, Sample, batches, sample
 
 #: Rows of a batch that is yielded.
@@ -48,6 +49,8 @@ KNOWN_STATUSES = {
 }
 
 NAMES = {"id": "request_id", "class": "klass"}
+#: Share of the first rows that must have a time for its unit to be judged.
+LIKELY = 0.5
 _NULL = "CAST(NULL AS BIGINT)"
 SPACE = "chr(32) || chr(9) || chr(13) || chr(10)"
 
@@ -74,7 +77,7 @@ class RequestLog:
         mapping = source.options.mapping
         if mapping is None:
             raise BadInput("needs a mapping", todo="Say what its columns mean with --map")
-        found = sample(source)
+        found = sample(source, sure=True)
         if found is None:
             raise BadInput(
                 "is not a table of requests",
@@ -118,7 +121,11 @@ def _check_units(mapping: Mapping, found: Sample) -> None:
         if key not in INSTANTS and field.start is None:
             continue
         for column in field.columns:
-            looks = unit_of(found.values(column), stamped=column in found.timestamps)
+            values = found.values(column)
+            # A few odd values are no unit; they are left out, each for itself.
+            if len(values) < LIKELY * len(found.rows):
+                continue
+            looks = unit_of(values, stamped=column in found.timestamps)
             where = f"columns.{key}, column {column!r}"
             if looks is None or looks == field.unit:
                 continue
@@ -177,10 +184,9 @@ class _Reader:
     def _place(self) -> None:
         """A clock that counts from anywhere: the last instant was when the file was last written."""
         probe = Source(self._source.path, options=self._source.options)
-        instants = [f"{name}_ns" for name in INSTANTS if name in self._mapping.fields]
         last = None
         for batch in self._run(probe, self._query()):
-            for name in instants:
+            for name in (name for name in batch.column_names if name.removesuffix("_ns") in INSTANTS):
                 top = pc.max(batch[name]).as_py()
                 last = top if last is None or (top is not None and top > last) else last
         if last is not None:
@@ -356,11 +362,17 @@ class _Reader:
         if self._source.options.hash_ids and "request_id" in columns:
             # As all collectors hash ids, so that those of client and engine still are equal.
             ids = columns["request_id"].to_pylist()
-            columns["request_id"] = [None if i is None else request_key("id", i) for i in ids]
+            hashed = stored_request_id if self._mapping.observer == "engine" else _hashed
+            columns["request_id"] = [None if i is None else hashed(i, True) for i in ids]
         columns["observer"] = self._mapping.observer
         if instance is not None:
             columns["instance"] = instance
         return REQUESTS.batch(columns)
+
+
+def _hashed(request_id: str, hash_ids: bool) -> str:
+    """A client's id has no prompt index: digits at its end are its own."""
+    return request_key("id", request_id) if hash_ids else request_id
 
 
 def _as(key: str) -> str:

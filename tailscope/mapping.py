@@ -125,7 +125,7 @@ def unit_of(values: Sequence[str], stamped: bool = False) -> str | None:
             numbers.append(float(value))
         except ValueError:
             dates += len(value) >= 10 and value[:4].isdigit() and value[4] in "-/"
-    if dates > len(numbers):
+    if dates and dates >= len(numbers):
         return ISO
     numbers = [n for n in numbers if n == n and abs(n) != float("inf")]
     if not numbers:
