@@ -490,7 +490,8 @@ def _guessed_map(paths: list[Path], mapping: Path | None) -> str:
     if len(paths) > 1 or not paths[0].is_file():
         raise UsageError("--guess-map: name one file, of those that are alike")
     try:
-        table = registry.table_collector().table_of(Source(paths[0]))
+        collector = registry.table_collector()
+        table = collector.table_of(Source(paths[0])) if collector else None
     except OSError as error:
         raise UsageError(f"{paths[0]}: cannot be read: {error.strerror or error}") from error
     if table is None:

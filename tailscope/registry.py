@@ -25,9 +25,9 @@ def collectors() -> tuple[Collector, ...]:
     return tuple(ours + theirs)
 
 
-def table_collector() -> TableCollector:
-    """The collector that reads any table by a mapping."""
-    return next(cast(TableCollector, c) for c in collectors() if hasattr(c, "table_of"))
+def table_collector() -> TableCollector | None:
+    """The collector that reads any table by a mapping, if one is installed."""
+    return next((cast(TableCollector, c) for c in collectors() if hasattr(c, "table_of")), None)
 
 
 @cache

@@ -23,7 +23,7 @@ from tailscope.mapping import UNITS_NS
 from tailscope.mapping_guess import guess
 from tailscope.source import Options, Source
 
-READER = registry.table_collector()
+READER = next(c for c in [registry.table_collector()] if c)
 #: 2026, in nanoseconds.
 NOW = 1_790_000_000_000_000_000
 
