@@ -1,4 +1,4 @@
-"""Result files of benchmark clients: `vllm bench serve`, and SGLang's, which can only be passed over."""
+"""Result files of `vllm bench serve`. What of them another client's files share is public here."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from ._client_rows import Rows, Values, loads, text
 SECOND = 1_000_000_000
 #: More than a century: no clock of a benchmark reads that.
 MAX_SECONDS = 4e9
+#: Requests per second; "inf" in the file is no rate.
+MAX_RATE = 1e9
 #: `date` has a resolution of 1 s and is written after the results were computed.
 OFFSET_ERROR_NS = 2 * SECOND
 
 #: Arrays by request. `generated_texts` is not among them on purpose.
-ARRAYS = ("start_times", "input_lens", "output_lens", "ttfts", "itls", "latencies", "errors")
+ARRAYS = ("start_times", "input_lens", "output_lens", "ttfts", "itls", "latencies", "errors", "queue_times")
 #: A file without --save-detailed keeps `latencies` and `queue_times`, which place nothing.
 DETAILS = ("start_times", "input_lens", "output_lens", "ttfts", "itls")
 
 NO_ARRAYS = "benchmark summary without per-request arrays (run with --save-detailed)"
 NO_START = "benchmark without start times: its requests cannot be put on a time line"
-SGLANG = "SGLang benchmark: it has no start times, so its requests cannot be put on a time line"
 
 _TIMEOUT = re.compile(r"time-?\s?out|timed out", re.IGNORECASE)
 _OBJECT = re.compile(rb"^(?:\xef\xbb\xbf)?[ \t]*\{", re.MULTILINE)
@@ -39,10 +40,6 @@ _VLLM = [
     re.compile(_KEY % key)
     for key in (b"(?:backend|endpoint_type)", b"model_id", b"tokenizer_id", b"num_prompts")
 ]
-_SGLANG = [
-    re.compile(_KEY % key)
-    for key in (b"backend", b"dataset_name", b"(?:sharegpt_output_len|total_output_tokens_retokenized)")
-]
 
 
 def is_vllm(head: bytes) -> bool:
@@ -51,16 +48,6 @@ def is_vllm(head: bytes) -> bool:
     if start is None or not _DATE.search(head, start.start()):
         return False
     return all(key.search(head, start.start()) for key in _VLLM)
-
-
-def is_sglang(head: bytes) -> bool:
-    start = _OBJECT.search(head)
-    return start is not None and all(key.search(head, start.start()) for key in _SGLANG)
-
-
-def skip_sglang(source: Source) -> None:
-    for _ in source.lines():
-        source.tally.skip(SGLANG)
 
 
 def read_vllm(source: Source, rows: Rows) -> Iterator[tuple[Table, pa.Table]]:
@@ -78,6 +65,7 @@ def read_vllm(source: Source, rows: Rows) -> Iterator[tuple[Table, pa.Table]]:
             continue
         offsets.append(offset)
         model = text(result.get("model_id"))
+        scheduled = has_schedule(result)
         for index in range(size):
             records += 1
             values.where = f"{where}, request {index + 1}"
@@ -88,7 +76,9 @@ def read_vllm(source: Source, rows: Rows) -> Iterator[tuple[Table, pa.Table]]:
                 source.tally.reject("start time missing or not a time", values.where)
                 continue
             key = request_key("client", result["date"], repr(request["start_times"]), index)
-            row = _request(request, key, arrival, values, rows)
+            row = request_row(request, key, arrival, values, rows)
+            if scheduled:
+                row["intended_ns"] = _intended(request.get("queue_times"), arrival, values)
             rows.request(
                 {**row, "request_key": key, "file_row": records, "observer": "client", "model": model}
             )
@@ -160,7 +150,19 @@ def _seconds(value: object) -> float | None:
     return None
 
 
-def _request(
+def has_schedule(result: dict[str, Any]) -> bool:
+    """Whether the client sent at a rate. Without one all requests are due at once, and who waits for a free slot is not late."""
+    rate = result.get("request_rate")
+    return isinstance(rate, (int, float)) and not isinstance(rate, bool) and 0 < rate < MAX_RATE
+
+
+def _intended(waited: object, arrival: int, values: Values) -> int | None:
+    """When a request was due: a client that keeps to `max_concurrency` sends it when a slot gets free."""
+    ns = values.duration(waited, "queue time of the client", SECOND, arrival)
+    return None if ns is None else arrival - ns
+
+
+def request_row(
     request: dict[str, Any], key: str, arrival: int, values: Values, rows: Rows
 ) -> dict[str, object]:
     """Columns of one request; its chunks are put into `rows`.

@@ -19,9 +19,9 @@ MAX_TOKENS = 1 << 31
 
 #: Columns of `requests` a client file can fill. The others stay NULL.
 CLIENT_COLUMNS = (
-    "request_key", "request_id", "trace_id", "file_row", "observer", "model", "arrival_ns", "first_token_ns",
-    "last_token_ns", "finished_ns", "ttft_ns", "e2e_ns", "prompt_tokens", "cached_tokens", "output_tokens",
-    "max_tokens", "status",
+    "request_key", "request_id", "trace_id", "file_row", "observer", "model", "adapter", "klass", "arrival_ns",
+    "intended_ns", "first_token_ns", "last_token_ns", "finished_ns", "ttft_ns", "e2e_ns", "prompt_tokens",
+    "cached_tokens", "output_tokens", "max_tokens", "status",
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from tailscope.schema import REQUESTS, TOKENS, Table
 from tailscope.source import INT64_MAX, Source
 
 from . import _client_bench as bench
+from . import _client_sglang as sglang
 from ._client_chunks import MICROSECOND, Chunks, read_chunks
 from ._client_rows import Rows, Values, loads, text
 
@@ -33,23 +34,24 @@ _ID = re.compile(rb'[{,]\s*"client_request_id"\s*:')
 @dataclass(frozen=True)
 class ClientLog:
     name: str = "client_log"
-    version: str = "1"
+    version: str = "2"
     reads: str = (
-        "What clients measured: a JSON line per request with send time and chunk times, or the JSON of "
-        "`vllm bench serve --save-result --save-detailed` with start times (also with --append-result)."
+        "What clients measured: a JSON line per request with send time and chunk times, the JSON of "
+        "`vllm bench serve --save-result --save-detailed` with start times (also with --append-result), or that "
+        "of SGLang's `bench_serving --output-details`, which has no start times."
     )
     tables: tuple[Table, ...] = (REQUESTS, TOKENS)
 
     def recognises(self, head: bytes, name: str) -> bool:
-        return is_log(head) or bench.is_vllm(head) or bench.is_sglang(head)
+        return is_log(head) or bench.is_vllm(head) or sglang.is_sglang(head)
 
     def read(self, source: Source) -> Iterator[tuple[Table, pa.Table]]:
         head = source.head()
         rows = Rows()
         if bench.is_vllm(head):
             yield from bench.read_vllm(source, rows)
-        elif bench.is_sglang(head):
-            bench.skip_sglang(source)
+        elif sglang.is_sglang(head):
+            yield from sglang.read(source, rows)
         else:
             yield from _read_log(source, rows)
         yield from rows.rest()

@@ -100,6 +100,16 @@ def ingest(
             "--python-stacks", help="Keep the Python stack frames of torch profiles; they are most of them."
         ),
     ] = False,
+    map_: Annotated[
+        Path | None,
+        typer.Option(
+            "--map", help="What the columns mean, if the files are tables of requests (docs/request-logs.md)."
+        ),
+    ] = None,
+    guess_map: Annotated[
+        bool,
+        typer.Option("--guess-map", help="Print a mapping for such a table to begin with; read nothing."),
+    ] = False,
     config: ConfigOption = None,
 ) -> None:
     """Read telemetry into a trace: OTLP spans, vLLM logs and stat-logger records, torch profiles, /metrics, client logs."""
@@ -107,10 +117,14 @@ def ingest(
     from rich.progress import Progress
 
     from tailscope import config as configuration
+    from tailscope import mapping as mappings
     from tailscope.ingest import ingest as run
     from tailscope.render.ingested import render
     from tailscope.source import Options
 
+    if guess_map:
+        print(_guessed_map(paths, map_), end="")
+        return
     settings = configuration.load(config)
     options = Options(
         attributes=settings.attributes,
@@ -118,6 +132,7 @@ def ingest(
         hash_ids=hash_ids,
         rank=rank,
         python_stacks=python_stacks,
+        mapping=None if map_ is None else mappings.load(map_),
     )
     progress = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
     with progress:
@@ -462,6 +477,28 @@ def _duration_ns(text: str) -> int:
     if not match:
         raise UsageError(f"--last {text!r}: write 30s, 15m, 2h or 1d")
     return int(float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]] * 1e9)
+
+
+def _guessed_map(paths: list[Path], mapping: Path | None) -> str:
+    """A mapping for the one table that is named."""
+    from tailscope import registry
+    from tailscope.mapping_guess import guess
+    from tailscope.source import Source
+
+    if mapping is not None:
+        raise UsageError("--guess-map makes a mapping and --map uses one; give one of the two")
+    if len(paths) > 1 or not paths[0].is_file():
+        raise UsageError("--guess-map: name one file, of those that are alike")
+    try:
+        collector = registry.table_collector()
+        table = collector.table_of(Source(paths[0])) if collector else None
+    except OSError as error:
+        raise UsageError(f"{paths[0]}: cannot be read: {error.strerror or error}") from error
+    if table is None:
+        raise UsageError(
+            f"{paths[0]}: not a table: give CSV with a header, one JSON object a line, or Parquet"
+        )
+    return guess(table, paths[0].name)
 
 
 def _folder_of_all(outcomes: list[Outcome]) -> Path | None:

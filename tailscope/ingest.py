@@ -26,6 +26,8 @@ SOURCE_ID_DIGITS = 16
 Status = Literal["ingested", "known", "skipped", "failed"]
 KNOWN = "already in the trace"
 UNREADABLE = "cannot be read"
+#: Columns of a table that a message names.
+SHOWN_COLUMNS = 6
 
 
 @dataclass
@@ -73,7 +75,7 @@ def ingest(
         # hostA/logs and hostB/logs are two.
         root = path.resolve()
         label = root.name if names[root.name] == 1 else f"{root.parent.name}/{root.name}"
-        for file in _find(path, output, run, label):
+        for file in _find(path, output, run, label, options):
             files.setdefault(os.path.realpath(file.path), file)
     outcomes: list[Outcome] = []
     with TraceWriter(output) as writer:
@@ -111,8 +113,8 @@ class _Ingest:
         source_id = content_hash[:SOURCE_ID_DIGITS]
         if self._writer.knows(source_id):
             message = KNOWN
-            if self._options.rank is not None or self._options.python_stacks:
-                message += " as it was read then (--rank and --python-stacks need a new trace)"
+            if self._options.rank is not None or self._options.python_stacks or self._options.mapping:
+                message += " as it was read then (--rank, --python-stacks and --map need a new trace)"
             return Outcome(file.display, "known", message, file.collector.name)
         given = self._instance or next((rule.instance for rule in rules if rule.instance), None)
         placed = _Placement(given, file.folder)
@@ -212,7 +214,7 @@ def _run_of(paths: Sequence[Path]) -> str | None:
     return None
 
 
-def _find(path: Path, output: Path, run: str | None, label: str) -> Iterable[_File]:
+def _find(path: Path, output: Path, run: str | None, label: str, options: Options) -> Iterable[_File]:
     try:
         path.stat()
     except FileNotFoundError as error:
@@ -223,15 +225,15 @@ def _find(path: Path, output: Path, run: str | None, label: str) -> Iterable[_Fi
         raise UsageError(f"{_text(path)}: is a trace already; tailscope reads traces with diagnose and query")
     target = output.resolve()
     files = [p for p in files_below(path) if not p.parent.resolve().is_relative_to(target)]
-    recognised = {p: _recognise(p) for p in files}
+    recognised = {p: _recognise(p, by_mapping=options.mapping is not None) for p in files}
     telemetry_folders = {p.parent for p, (collector, _) in recognised.items() if collector}
     for file, (collector, problem) in recognised.items():
         folder = run or _folder(path, file, telemetry_folders, label)
         yield _File(file, _text(file), folder, collector, problem)
 
 
-def _recognise(path: Path) -> tuple[Collector | None, str]:
-    """The collector for a file, or why there is none."""
+def _recognise(path: Path, by_mapping: bool) -> tuple[Collector | None, str]:
+    """The collector for a file, or why there is none. A mapping says what all files of a call are."""
     source = Source(path)
     try:
         if path.is_dir():
@@ -251,8 +253,24 @@ def _recognise(path: Path) -> tuple[Collector | None, str]:
         # Compressed data that gives nothing may be damaged from the start.
         damage = next(iter(source.tally.rejected), "")
         return None, f"{UNREADABLE}: {damage}" if damage else "empty"
+    if by_mapping:
+        return registry.table_collector(), ""
     collector = next((c for c in registry.collectors() if c.recognises(head, source.name)), None)
-    return collector, "" if collector else "not recognised as telemetry"
+    return collector, "" if collector else _unknown(source)
+
+
+def _unknown(source: Source) -> str:
+    """What a file is that no collector knows. A table may be a log of requests, if someone says what its columns mean."""
+    collector = registry.table_collector()
+    table = collector.table_of(source) if collector else None
+    if table is None:
+        return "not recognised as telemetry"
+    names = ", ".join(map(repr, table.columns[:SHOWN_COLUMNS]))
+    more = len(table.columns) - SHOWN_COLUMNS
+    return (
+        f"a table of {len(table.columns)} columns ({names}{f' and {more} more' if more > 0 else ''}); if a row of it "
+        "is a request, ingest it with --map and a mapping, which --guess-map begins"
+    )
 
 
 def _folder(root: Path, file: Path, telemetry_folders: set[Path], label: str) -> str:

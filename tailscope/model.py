@@ -49,6 +49,26 @@ class Collector(Protocol):
         """
 
 
+class Sample(Protocol):
+    """How a table begins: its columns in order, and the values of each in its first rows, as text."""
+
+    @property
+    def columns(self) -> tuple[str, ...]: ...
+
+    @property
+    def timestamps(self) -> tuple[str, ...]:
+        """Columns that hold instants by their type."""
+
+    def values(self, column: str) -> list[str]: ...
+
+
+class TableCollector(Collector, Protocol):
+    """The collector that reads any table by `Options.mapping`. It recognises nothing by itself."""
+
+    def table_of(self, source: Source) -> Sample | None:
+        """How the file begins if it is a table of any kind."""
+
+
 def request_key(*parts: object) -> str:
     """Identity of a row of `requests`: 64 bits of a hash of the parts, as 16 hex digits."""
     text = "\x1f".join("" if part is None else str(part) for part in parts)

@@ -7,8 +7,9 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.resources import files
+from typing import cast
 
-from tailscope.model import Collector, Rule
+from tailscope.model import Collector, Rule, TableCollector
 
 
 def _modules(package: str) -> list[str]:
@@ -22,6 +23,11 @@ def collectors() -> tuple[Collector, ...]:
     ours: list[Collector] = [import_module(name).COLLECTOR for name in _modules("tailscope.collectors")]
     theirs: list[Collector] = [entry.load() for entry in sorted(entry_points(group="tailscope.collectors"))]
     return tuple(ours + theirs)
+
+
+def table_collector() -> TableCollector | None:
+    """The collector that reads any table by a mapping, if one is installed."""
+    return next((cast(TableCollector, c) for c in collectors() if hasattr(c, "table_of")), None)
 
 
 @cache

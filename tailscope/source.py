@@ -18,6 +18,7 @@ import pyarrow as pa
 from isal import isal_zlib
 
 from tailscope.config import Attributes
+from tailscope.mapping import Mapping
 
 GZIP_MAGIC = b"\x1f\x8b"
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
@@ -48,6 +49,8 @@ class Options:
     #: Rank of profiles that do not say it.
     rank: int | None = None
     python_stacks: bool = False
+    #: What the columns of a table of requests mean.
+    mapping: Mapping | None = None
 
 
 @dataclass

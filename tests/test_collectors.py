@@ -4,7 +4,7 @@ A case holds one `input.*` (read by the collector NAME), what it must give as `T
 named in the header are compared, in order of appearance; an empty cell is NULL) and `tally.json` with
 `rejected`, `skipped`, `blanked` (reason -> count) and, where they matter, `notes`, `clock`. A case whose collector raises has
 `error.txt`, the message without the path. `options.json` may set `log_tz`, `hash_ids`, `attributes`,
-`rank` and `python_stacks`.
+`rank` and `python_stacks`; `mapping.toml` is the mapping of a table.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from __future__ import annotations
 import csv
 import json
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
 
-from tailscope import registry
+from tailscope import mapping, registry
 from tailscope.config import Attributes
 from tailscope.errors import BadInput
 from tailscope.schema import BY_NAME
@@ -29,7 +30,7 @@ COLLECTORS = {c.name: c for c in registry.collectors()}
 
 
 def options(case: Path) -> Options:
-    file = case / "options.json"
+    file, map_file = case / "options.json", case / "mapping.toml"
     raw: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     return Options(
         attributes=Attributes(**raw.get("attributes", {})),
@@ -37,6 +38,7 @@ def options(case: Path) -> Options:
         hash_ids=raw.get("hash_ids", False),
         rank=raw.get("rank"),
         python_stacks=raw.get("python_stacks", False),
+        mapping=mapping.parse(tomllib.loads(map_file.read_text())) if map_file.exists() else None,
     )
 
 
@@ -66,7 +68,7 @@ def test_case(case: Path) -> None:
         assert table in collector.tables
         assert batch.schema == table.arrow
         rows.setdefault(table.name, []).extend(batch.to_pylist(maps_as_pydicts="strict"))
-    for name in rows.keys() | {p.stem for p in case.glob("*.csv")}:
+    for name in rows.keys() | {p.stem for p in case.glob("*.csv")} - {"input"}:
         expected = case / f"{name}.csv"
         assert name in BY_NAME
         assert expected.exists(), f"{case.name} gives {len(rows[name])} rows of {name}, and has no {name}.csv"
