@@ -27,6 +27,8 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
     if not rows:
         return Decision("no-data", RULE.missing)
     queue = rows[0]
+    if not queue["told_waiting"]:
+        return Decision("no-data", RULE.missing)
     if not queue["seconds"]:
         return near_the_knee(rows, limits) or Decision(
             "clear", "no engine had a queue for any length of time"
@@ -83,7 +85,12 @@ def near_the_knee(rows: Rows, limits: Mapping[str, float]) -> Decision | None:
     """No queue lasts, but the engine is asked for nearly all that it can, and queues come again and again."""
     engine = rows[0]
     used, queued = engine["utilisation"], engine["time_queued"]
-    if used is None or used < limits["knee"] or queued < limits["often"]:
+    if (
+        used is None
+        or used < limits["knee"]
+        or queued < limits["often"]
+        or engine["queues"] < limits["again"]
+    ):
         return None
     if engine["all_high"] - engine["all_low"] <= limits["steady"] * engine["all_mid"]:
         return None  # a closed loop
@@ -98,8 +105,8 @@ def near_the_knee(rows: Rows, limits: Mapping[str, float]) -> Decision | None:
     evidence.append(
         Evidence(
             f"it computed {used:.0%} of the tokens a second that it computes while somebody waits, and somebody waited for "
-            f"{queued:.0%} of the time, {engine['most_waiting']} at most",
-            {key: engine[key] for key in ("utilisation", "time_queued", "most_waiting")},
+            f"{queued:.0%} of the time, in {engine['queues']:,} queues of {engine['most_waiting']:,} at most",
+            {key: engine[key] for key in ("utilisation", "time_queued", "queues", "most_waiting")},
         )
     )
     if able:
@@ -355,7 +362,13 @@ RULE = Rule(
         Threshold(
             "knee", 0.8, "0-1", "From four fifths of what can be served on queues come by chance alone."
         ),
-        Threshold("often", 0.1, "0-1", "A queue for less than a tenth of the time is that of a few bursts."),
+        Threshold(
+            "often",
+            0.2,
+            "0-1",
+            "Two dozen slots that are used to 80 % have a queue for a sixth of the time (Erlang C), to 90 % for almost half.",
+        ),
+        Threshold("again", 5, "", "Fewer queues than this are so many bursts, or one that is not over yet."),
         Threshold(
             "headroom", 0.7, "0-1", "To how much of what they can engines are loaded where queues stay short."
         ),

@@ -90,15 +90,16 @@ used AS (
            coalesce(sum(s.tile_ns) FILTER (WHERE s.waiting > 0 AND s.tile_ns <= 20 * u.tile_ns), 0) AS time_queued_ns,
            max(s.end_ns) - min(s.end_ns - s.tile_ns) AS time_ns, min(s.end_ns - s.tile_ns) AS busiest_first_ns, max(s.end_ns) AS busiest_last_ns,
            max(s.waiting) AS most_waiting, quantile_cont(s.kv_usage, 0.5) FILTER (WHERE s.waiting > 0) AS queued_kv_usage,
-           max(s.running) AS most_running,
+           max(s.running) AS most_running, count(*) FILTER (WHERE s.begins) AS queues,
            quantile_cont(s.running + s.waiting, 0.1) AS all_low, quantile_cont(s.running + s.waiting, 0.5) AS all_mid,
            quantile_cont(s.running + s.waiting, 0.9) AS all_high
-    FROM steps s JOIN usual u ON u.instance = s.instance AND u.engine IS NOT DISTINCT FROM s.engine
+    FROM (SELECT *, waiting > 0 AND lag(waiting) OVER (PARTITION BY instance, engine ORDER BY end_ns, k) = 0 AS begins FROM steps) s
+    JOIN usual u ON u.instance = s.instance AND u.engine IS NOT DISTINCT FROM s.engine
     GROUP BY s.instance, s.engine
     ORDER BY time_queued_ns DESC, s.instance, s.engine LIMIT 1
 ),
 busiest AS (
-    SELECT busiest_instance, busiest_engine, busiest_first_ns, busiest_last_ns, most_waiting, most_running, queued_kv_usage,
+    SELECT busiest_instance, busiest_engine, busiest_first_ns, busiest_last_ns, most_waiting, most_running, queues, queued_kv_usage,
            all_low, all_mid, all_high, time_queued_ns / time_ns AS time_queued,
            (tokens / time_ns) / (queued_tokens / nullif(time_queued_ns, 0)) AS utilisation,
            (SELECT sum(arrived) * 1e9 FROM moments m WHERE m.instance = busiest_instance AND m.engine IS NOT DISTINCT FROM busiest_engine)
@@ -151,7 +152,7 @@ SELECT k.klass, k.metric, k.n, k.p50_s, k.excess_s, k.tail_rule, k.slo_broken,
        u.*, e.*, i.*, g.*, o.*, y.*, t.*, r.*, c.*, f.*,
        (SELECT max(last_ns) FROM spans) > e.last_ns + $window * 1e9 AS drained,
        (SELECT max(last_ns) - min(first_ns) FROM spans) / 1e9 AS traced_s,
-       (SELECT count(*) FROM spans) AS instances
+       (SELECT count(*) FROM spans) AS instances, (SELECT count(waiting) FROM steps) AS told_waiting
 FROM class_rows k
 LEFT JOIN spent s ON s.klass = k.klass AND s.metric = k.metric
 LEFT JOIN by_class b ON b.klass = k.klass
