@@ -146,7 +146,7 @@ def _write_tokens(
         counts = (end_step[part] - first_token_step[part]) // each + 1
         seq = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         at = np.repeat(first_token_step[part], counts) + each * seq
-        keys = pa.array([_key(engine, low + i) for i in range(len(counts))])
+        keys = pa.array([_key(engine, low + i) for i in range(len(counts))], pa.string())
         writer.write(
             TOKENS,
             TOKENS.batch(
@@ -183,7 +183,7 @@ def _write_schedule(
         last = np.concatenate([step, end_step[answered]])
         request = np.concatenate([of_chunk, answered])
         size = np.minimum(prompt[of_chunk] - number * BUDGET, BUDGET)
-        ids = pa.array([f"cmpl-{_key(engine, i)}-0" for i in rows])
+        ids = pa.array([f"cmpl-{_key(engine, int(i))}-0" for i in rows], pa.string())
         phase = pa.array(["prefill", "decode"]).take(
             pa.array(np.arange(len(first)) >= len(step)).cast(pa.int64())
         )
