@@ -311,12 +311,24 @@ class EngineTime:
         waits = np.nan_to_num(steps.waiting) > 0
         # The scheduler looks for a slot before it looks for blocks; what the most slots are must be known for that.
         slots = limits.requests or np.inf
-        no_slot = ~by_budget & (np.nan_to_num(steps.running) >= slots) & waits
+        no_slot = ~by_budget & (self._ran_at_once() >= slots) & waits
         by_kv = ~by_budget & ~no_slot & (np.nan_to_num(steps.kv_usage) >= KV_FULL)
         most = np.nanmax(steps.running) if np.isfinite(steps.running).any() else np.inf
         by_slots = no_slot | (~by_budget & ~by_kv & (steps.running >= most) & waits)
         by_kv |= ~by_budget & ~by_slots & self._head_too_big(waits)
         return {"budget": by_budget.astype(float), "kv": by_kv.astype(float), "slots": by_slots.astype(float)}
+
+    def _ran_at_once(self) -> Floats:
+        """How many requests had a slot when each step's batch was made, or when the next one was, ahead of its results.
+
+        What is told after a step lacks those that ended with it, and with many slots nearly every step ends one: they are
+        those of its batch that are not in the next, but for the ones that are new in it.
+        """
+        steps = self.steps
+        running, batch = np.nan_to_num(steps.running), steps.prefill_requests + steps.decode_requests
+        after, new = np.append(batch[1:], 0.0), np.append(steps.prefill_requests[1:], 0.0)
+        ended = np.clip(batch + new - after, 0.0, batch)
+        return np.asarray(np.maximum(batch, running + np.where(after > 0, ended, 0.0)))
 
     def _head_too_big(self, waits: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Steps after which somebody still waited, and after which nobody was admitted: with budget and slots left, the
