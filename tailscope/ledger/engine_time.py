@@ -273,9 +273,9 @@ class EngineTime:
         #: Its own steps: those in which it only ran along with others are none.
         self.count = prefix_sums(steps.own)
         self._block(limits, own, tile)
-        held = self._held(prefills, culprits)
-        total = np.maximum(np.sum(held, axis=0) if held else np.zeros(n), 1e-9)
-        self.held_by = [prefix_sums(tile * share / total) for share in held]
+        #: Each class's share of the time, by the KV tokens and by the slots that its running requests hold.
+        self.held_by = self._shares(prefills, culprits, np.nan_to_num(prefills.held_tokens), tile)
+        self.slots_by = self._shares(prefills, culprits, np.ones(len(prefills.scheduled_ns)), tile)
 
     def at(self, sums: Floats, place: Place) -> Floats:
         """The prefix sum up to each instant, linear inside a step."""
@@ -338,16 +338,18 @@ class EngineTime:
         nobody = np.append(steps.prefill_tokens[1:] + steps.recompute_tokens[1:] == 0, False)
         return np.asarray(still & nobody & (np.nan_to_num(steps.kv_usage) >= KV_PARTLY))
 
-    def _held(self, prefills: Prefills, culprits: int) -> list[Floats]:
-        """For each class, the KV tokens its running requests hold at each step: prompt and half their output."""
+    def _shares(self, prefills: Prefills, culprits: int, amounts: Floats, tile: Floats) -> list[Floats]:
+        """For each class, prefix sums of the time by its share of what the running requests hold, `amounts` each: KV
+        tokens are a prompt and half its output."""
         n = len(self.steps.start_ns)
         first = np.minimum(Place(self.steps, prefills.scheduled_ns).boundary(), n)
         beyond = np.maximum(np.minimum(Place(self.steps, prefills.last_ns).boundary(), n), first)
-        held = np.nan_to_num(prefills.held_tokens)
-        return [
-            np.maximum(active(first[mine], beyond[mine], held[mine], n), 0.0)
+        held = [
+            np.maximum(active(first[mine], beyond[mine], amounts[mine], n), 0.0)
             for mine in (prefills.culprit == c for c in range(culprits))
         ]
+        total = np.maximum(np.sum(held, axis=0) if held else np.zeros(n), 1e-9)
+        return [prefix_sums(tile * share / total) for share in held]
 
 
 def _within(tile: Floats, *parts: Floats) -> list[Floats]:

@@ -1,0 +1,91 @@
+"""Worlds about who gets in and who goes on: long answers that hold slots, priorities that are not kept, running requests that
+get no tokens, prompts whose beginning is no longer in the cache; and what looks like each and harms nobody."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from families import Family, Rng, chat, engine, uniform, world
+
+from tailscope.sim.engine import simulate
+from tailscope.sim.scenario import Cause, Load, Scenario, Sizes
+
+#: More than run at once in any world here.
+MANY = 1_024
+
+
+def short_of_slots(one: Scenario, share: float) -> Scenario:
+    """The world with so few slots that for `share` of the time more would run than have one."""
+    steps = simulate(replace(one, engine=replace(one.engine, max_num_seqs=MANY))).engines[0].steps
+    order = np.argsort(steps.running)
+    over = 1 - np.cumsum((steps.end_s - steps.start_s)[order]) / (steps.end_s - steps.start_s).sum()
+    slots = int(steps.running[order][np.searchsorted(-over, -share)])
+    return replace(one, engine=replace(one.engine, max_num_seqs=max(slots, 4)))
+
+
+def roomy(rng: Rng, **changes: object) -> dict[str, object]:
+    """An engine whose cache is never full, with enough of a budget for as many slots as may be tried."""
+    return {"engine": engine(rng, kv_blocks=200_000, **changes)}
+
+
+# -- long answers ----------------------------------------------------------------------------------
+
+
+def writers(rng: Rng, rate: float) -> Load:
+    """Answers of one to some thousand tokens to ordinary prompts."""
+    long = uniform(rng, 1_200, 4_000)
+    return Load(
+        "writers",
+        arrivals="poisson",
+        rate=rate,
+        tenant="writers",
+        prompt_tokens=Sizes(200, 0.3, 8, 500),
+        output_tokens=Sizes(long, 0.3, 900, 8_000),
+    )
+
+
+def slots_held(rng: Rng, strength: float) -> Scenario:
+    """Long answers in so few slots that others queue, for a fiftieth of the time at strength 1."""
+    one = world(
+        rng,
+        chat(rng, uniform(rng, 5, 10), tenant="chat"),
+        writers(rng, uniform(rng, 0.15, 0.4)),
+        **roomy(rng),
+    )
+    cause = Cause("long-output", "class:<512|reasoning", ("<512",), {"loads": ["writers"]})
+    return replace(short_of_slots(one, 0.02 * strength), causes=(cause,))
+
+
+def all_alike(rng: Rng, _: float) -> Scenario:
+    """Too few slots for answers none of which is long: that is the load, not a long answer."""
+    one = world(rng, chat(rng, uniform(rng, 8, 16)), **roomy(rng))
+    return short_of_slots(one, 0.05)
+
+
+def slots_full_of_short(rng: Rng, _: float) -> Scenario:
+    """Bursts of short answers fill the slots; a few long answers are there, and hold hardly any of them."""
+    busy = chat(
+        rng, uniform(rng, 25, 40), arrivals="bursty", burst_sigma=0.8, burst_s=float(rng.uniform(4, 12))
+    )
+    few = replace(writers(rng, 0.02), tenant=None, requests=3)
+    return short_of_slots(world(rng, busy, few, **roomy(rng)), 0.03)
+
+
+def without_writers(one: Scenario) -> Scenario:
+    return replace(one, loads=tuple(load for load in one.loads if load.name != "writers"))
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        "slots held", "fault", slots_held, "long answers hold the slots that others queue for", (0.3, 1, 3)
+    ),
+    Family("slots for all alike", "decoy", all_alike, "too few slots for answers that are all alike"),
+    Family(
+        "slots full of short answers",
+        "decoy",
+        slots_full_of_short,
+        "bursts of short answers fill the slots, beside a few long ones",
+        suspects={"long-output": without_writers},
+    ),
+)
