@@ -25,6 +25,8 @@ Mask = NDArray[np.bool_]
 LONG_TIMES, LONG_LEAST = 5.0, 256
 #: Priorities that are told apart: the first ones; those beyond count as the last of them.
 MOST_LEVELS = 8
+#: Where no step is known a batch counts as made so long ahead.
+LEAD_NS = 50_000_000
 
 COLUMNS = schema_of(
     {
@@ -76,13 +78,14 @@ def write_holders(trace: Trace, ledger: Ledger) -> None:
         "CREATE OR REPLACE TEMP TABLE waits_behind(id BIGINT, level BIGINT, queue_ns BIGINT, behind_ns BIGINT, overtaken BIGINT)"
     )
     levels = trace.count("priority_levels")
-    for instance, engine in sorted(ledger.times, key=str):
-        stays = _load(trace, instance, engine)
-        if not len(stays):
-            continue
-        _write_held(trace, ledger.times[instance, engine], stays, levels)
+    # Of several engines that are not told apart, one may well serve the last priority while another has a queue.
+    engines = con.execute("SELECT DISTINCT instance, engine FROM stays WHERE engine_known ORDER BY ALL")
+    for instance, engine in engines.fetchall():
+        stays, time = _load(trace, instance, engine), ledger.times.get((instance, engine))
+        if time is not None:
+            _write_held(trace, time, stays, levels)
         if levels > 1:
-            _write_overtaken(trace, ledger.times[instance, engine], stays, levels)
+            _write_overtaken(trace, _lead_ns(time), stays, levels)
     con.execute("DROP TABLE stays")
 
 
@@ -107,7 +110,7 @@ WITH parts AS (
            sum(ns) FILTER (WHERE component = 'queue_budget') AS budget_ns, sum(ns) FILTER (WHERE component = 'preempted') AS preempted_ns
     FROM bill_lines WHERE place IN ('wait', 'queue') OR component = 'preempted' GROUP BY id
 )
-SELECT j.instance, j.engine, j.rid, j.arrival_ns + coalesce(p.wait_ns, 0) AS queued_ns,
+SELECT j.instance, j.engine, j.engine_known, j.rid, j.arrival_ns + coalesce(p.wait_ns, 0) AS queued_ns,
        j.arrival_ns + coalesce(p.wait_ns, 0) + coalesce(p.queue_ns, 0) AS scheduled_ns,
        j.arrival_ns + j.ttft_ns AS first_ns, j.arrival_ns + j.e2e_ns AS last_ns,
        coalesce(j.prompt_tokens, 0) + coalesce(j.output_tokens, 0) / 2 AS tokens,
@@ -122,7 +125,7 @@ WHERE j.billed AND j.ttft_ns >= 0 AND j.e2e_ns >= j.ttft_ns
 
 def _load(trace: Trace, instance: str, engine: int | None) -> Stays:
     columns = trace.connection.execute(
-        "SELECT * EXCLUDE (instance, engine) FROM stays WHERE instance = $instance AND engine IS NOT DISTINCT FROM $engine ORDER BY rid",
+        "SELECT * EXCLUDE (instance, engine, engine_known) FROM stays WHERE instance = $instance AND engine IS NOT DISTINCT FROM $engine ORDER BY rid",
         {"instance": instance, "engine": engine},
     ).fetchnumpy()
     arrays: dict[str, Any] = {
@@ -219,16 +222,22 @@ def _write_held(trace: Trace, time: EngineTime, stays: Stays, levels: int) -> No
 # -- who was served before -------------------------------------------------------------------------
 
 
-def _write_overtaken(trace: Trace, time: EngineTime, stays: Stays, levels: int) -> None:
+def _lead_ns(time: EngineTime | None) -> int:
+    """How far ahead of its start a batch may be made: what comes meanwhile cannot be in it."""
+    if time is None:
+        return LEAD_NS
+    tiles = np.diff(time.busy)
+    return int(2e9 * float(np.median(tiles[tiles > 0]))) if (tiles > 0).any() else LEAD_NS
+
+
+def _write_overtaken(trace: Trace, slack: int, stays: Stays, levels: int) -> None:
     """Fill `waits_behind`: of each request of a level with lower ones, how long it queued, and how long after the scheduler
     took a lower one in the place that would have been its own.
 
     Those of its own priority or better that were queued before it go first: with so many `ahead`, its place is the one
     that the lower one number ahead + 1 got since it came. `overtaken`: lower ones that were taken while it queued. What
-    was in a batch made ahead when it came, one step, does not count. Cost: sorting, and a search for each request.
+    was in a batch made ahead when it came, within `slack` ns, does not count. Cost: sorting, and a search for each request.
     """
-    tiles = np.diff(time.busy)
-    slack = int(2e9 * float(np.median(tiles[tiles > 0]))) if (tiles > 0).any() else 0
     for level in range(levels - 1):
         mine = stays.level == level
         if not mine.any():

@@ -76,6 +76,85 @@ def without_writers(one: Scenario) -> Scenario:
     return replace(one, loads=tuple(load for load in one.loads if load.name != "writers"))
 
 
+# -- priorities ------------------------------------------------------------------------------------
+
+
+def batch(rng: Rng, rate: float, priority: int, output: float = 300) -> Load:
+    """Requests that can wait, in bursts."""
+    return Load(
+        "batch",
+        arrivals="bursty",
+        rate=rate,
+        burst_sigma=0.8,
+        burst_s=float(rng.uniform(4, 12)),
+        tenant="batch",
+        priority=priority,
+        prompt_tokens=Sizes(uniform(rng, 150, 400), 0.4, 8, 500),
+        output_tokens=Sizes(output, 0.4, 50, 2_000),
+    )
+
+
+def levels(rng: Rng) -> tuple[int, int]:
+    """A better priority and a lower one; 0, which is not told, may be either."""
+    better = int(rng.choice([-5, 0, 1]))
+    return better, better + int(rng.choice([1, 5, 100]))
+
+
+def not_kept(rng: Rng, strength: float) -> Scenario:
+    """Priorities are sent to a server that serves first come, first served."""
+    better, lower = levels(rng)
+    users = chat(rng, uniform(rng, 4, 8), tenant="users", priority=better)
+    one = world(rng, users, batch(rng, uniform(rng, 3, 8), lower), **roomy(rng))
+    causes = (
+        Cause("priority-inversion", "tenant:batch", ("<512",), {"engine": {"policy": "priority"}}),
+        # Some of these worlds have chats so short that the other answers are long beside them.
+        Cause("long-output", "class:<512", ("<512",), {"loads": ["batch"]}),
+    )
+    return replace(short_of_slots(one, 0.03 * strength), causes=causes)
+
+
+def held_by_lower(rng: Rng, strength: float) -> Scenario:
+    """Priorities are kept in the queue; but the slots are held by long answers of a lower one."""
+    better, lower = levels(rng)
+    users = chat(rng, uniform(rng, 4, 8), tenant="users", priority=better)
+    jobs = batch(rng, uniform(rng, 0.4, 1.0), lower, uniform(rng, 1_000, 1_800))
+    one = world(rng, users, jobs, **roomy(rng, policy="priority"))
+    without: dict[str, object] = {"loads": ["batch"]}
+    causes = (
+        Cause("priority-inversion", "tenant:batch", ("<512",), without),
+        Cause("long-output", "class:<512|reasoning", ("<512",), without),
+    )
+    return replace(short_of_slots(one, 0.03 * strength), causes=causes)
+
+
+def kept(rng: Rng, _: float) -> Scenario:
+    """Bursts of requests that can wait, and a server that lets them; their answers are short, so a slot is soon free."""
+    better, lower = levels(rng)
+    users = chat(rng, uniform(rng, 4, 8), tenant="users", priority=better)
+    jobs = replace(batch(rng, uniform(rng, 15, 30), lower), output_tokens=Sizes(10, 0.4, 2, 30))
+    one = world(rng, users, jobs, **roomy(rng, policy="priority"))
+    return short_of_slots(one, 0.05)
+
+
+def nobody_waits(rng: Rng, _: float) -> Scenario:
+    """Priorities that are ignored, where nobody queues."""
+    better, lower = levels(rng)
+    users = chat(rng, uniform(rng, 4, 8), tenant="users", priority=better)
+    return world(rng, users, batch(rng, uniform(rng, 2, 5), lower), **roomy(rng))
+
+
+def lower_only_queues(rng: Rng, _: float) -> Scenario:
+    """All slots are taken by the better priority itself: those of the lower one are few."""
+    better, lower = levels(rng)
+    busy = chat(rng, uniform(rng, 15, 25), tenant="users", priority=better)
+    one = world(rng, busy, replace(batch(rng, 0.2, lower, 60), arrivals="poisson"), **roomy(rng))
+    return short_of_slots(one, 0.04)
+
+
+def without_batch(one: Scenario) -> Scenario:
+    return replace(one, loads=tuple(load for load in one.loads if load.name != "batch"))
+
+
 FAMILIES: tuple[Family, ...] = (
     Family(
         "slots held", "fault", slots_held, "long answers hold the slots that others queue for", (0.3, 1, 3)
@@ -87,5 +166,30 @@ FAMILIES: tuple[Family, ...] = (
         slots_full_of_short,
         "bursts of short answers fill the slots, beside a few long ones",
         suspects={"long-output": without_writers},
+    ),
+    Family(
+        "priorities not kept", "fault", not_kept, "priorities sent to a server that ignores them", (0.5, 1, 3)
+    ),
+    Family(
+        "slots held by a lower priority",
+        "fault",
+        held_by_lower,
+        "long answers of a lower priority hold the slots",
+        (0.5, 1, 3),
+    ),
+    Family(
+        "priorities kept",
+        "decoy",
+        kept,
+        "a lower priority waits for a better one",
+        suspects={"priority-inversion": without_batch},
+    ),
+    Family("priorities, no queue", "decoy", nobody_waits, "priorities ignored where nobody queues"),
+    Family(
+        "queues for its own",
+        "decoy",
+        lower_only_queues,
+        "a better priority queues for what it holds itself",
+        suspects={"priority-inversion": without_batch},
     ),
 )
