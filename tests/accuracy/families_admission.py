@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from families import Family, Rng, chat, engine, uniform, world
+from families import COUPLED, Family, Rng, chat, engine, long_prompts, uniform, world
 
 from tailscope.sim.engine import simulate
-from tailscope.sim.scenario import Cause, Load, Scenario, Sizes
+from tailscope.sim.scenario import Cause, Fault, Load, Scenario, Sizes
 
 #: More than run at once in any world here.
 MANY = 1_024
@@ -155,6 +155,37 @@ def without_batch(one: Scenario) -> Scenario:
     return replace(one, loads=tuple(load for load in one.loads if load.name != "batch"))
 
 
+# -- running without tokens ------------------------------------------------------------------------
+
+
+def left_out(rng: Rng, strength: float) -> Scenario:
+    """A scheduler that now and then gives some of its running requests nothing; at strength 1 for two hundredths of the
+    time."""
+    every = uniform(rng, 8, 25)
+    fault = Fault(
+        "left-out",
+        "nothing",
+        from_s=float(rng.uniform(1, every)),
+        every_s=every,
+        length_s=0.02 * strength * every * float(rng.uniform(0.7, 1.4)),
+        often=float(rng.uniform(0.2, 0.6)),
+    )
+    cause = Cause("starvation", None, ("<512",), {"faults": ["nothing"]})
+    return world(rng, chat(rng), faults=(fault,), causes=(cause,))
+
+
+def left_out_for_a_moment(rng: Rng, _: float) -> Scenario:
+    """The same for two or three steps each time: less than a chunk of anybody's prompt."""
+    fault = Fault("left-out", "moment", every_s=uniform(rng, 8, 25), length_s=0.015, often=0.4)
+    return world(rng, chat(rng), faults=(fault,))
+
+
+def turns_with_long_prompts(rng: Rng, _: float) -> Scenario:
+    """Long prompts in small chunks, a slow machine, tokens far apart; everybody gets one a step."""
+    one = world(rng, chat(rng, uniform(rng, 4, 7)), long_prompts(rng, 2.0), causes=(COUPLED,))
+    return replace(one, engine=replace(one.engine, long_prefill_token_threshold=512))
+
+
 FAMILIES: tuple[Family, ...] = (
     Family(
         "slots held", "fault", slots_held, "long answers hold the slots that others queue for", (0.3, 1, 3)
@@ -191,5 +222,15 @@ FAMILIES: tuple[Family, ...] = (
         lower_only_queues,
         "a better priority queues for what it holds itself",
         suspects={"priority-inversion": without_batch},
+    ),
+    Family("left out", "fault", left_out, "running requests that get no tokens now and then", (0.5, 1, 3)),
+    Family(
+        "left out for a moment",
+        "decoy",
+        left_out_for_a_moment,
+        "running requests left out of two steps or three",
+    ),
+    Family(
+        "prompts in turns", "fault", turns_with_long_prompts, "long prompts in small chunks beside decodes"
     ),
 )
