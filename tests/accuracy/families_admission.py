@@ -186,6 +186,67 @@ def turns_with_long_prompts(rng: Rng, _: float) -> Scenario:
     return replace(one, engine=replace(one.engine, long_prefill_token_threshold=512))
 
 
+# -- prompts that are in the cache, or no longer ---------------------------------------------------
+
+
+def agents(rng: Rng, **changes: object) -> Load:
+    """Prompts that begin as some others do, with a long common beginning."""
+    prefix = int(uniform(rng, 1_500, 6_000)) // 16 * 16
+    load = Load(
+        "agents",
+        rate=uniform(rng, 4, 8),
+        tenant="agents",
+        prompt_tokens=Sizes(prefix + 100, 0.02, prefix + 20, 8_000),
+        output_tokens=Sizes(60, 0.4, 4, 300),
+        prefix_tokens=prefix,
+        prefixes=int(rng.integers(2, 9)),
+    )
+    return replace(load, **changes)  # type: ignore[arg-type]
+
+
+def cache_lost(rng: Rng, strength: float) -> Scenario:
+    """From some time on, or now and then, prompts find nothing in the cache; at strength 1 for a tenth of the time."""
+    if rng.random() < 0.5:
+        fault = Fault("cache-loss", "cleared", from_s=150 * (1 - min(0.1 * strength, 0.6)))
+    else:
+        every = uniform(rng, 30, 60)
+        fault = Fault(
+            "cache-loss",
+            "cleared",
+            from_s=float(rng.uniform(0.3, 0.7)) * every,
+            every_s=every,
+            length_s=min(0.1 * strength, 0.6) * every,
+        )
+    cause = Cause("prefix-cache-loss", None, ("<8k",), {"faults": ["cleared"]})
+    loads = (agents(rng), chat(rng, uniform(rng, 2, 5), tenant="chat"))
+    return world(rng, *loads, faults=(fault,), causes=(cause,), **roomy(rng))
+
+
+def unique_prompts(rng: Rng, _: float) -> Scenario:
+    """A new tenant whose prompts are as long, and none begins as another: the hit rate falls, and nothing was lost."""
+    load = agents(rng)
+    new = replace(
+        load,
+        name="new",
+        prefix_tokens=0,
+        from_s=75.0,
+        rate=load.rate / 4,
+        tenant=str(rng.choice(["new", "agents"])),
+    )
+    return world(rng, load, new, **roomy(rng))
+
+
+def cold_start(rng: Rng, _: float) -> Scenario:
+    """Many common beginnings, each of which has to be computed once at first."""
+    return world(rng, agents(rng, prefixes=int(rng.integers(40, 120))), **roomy(rng))
+
+
+def never_cached(rng: Rng, _: float) -> Scenario:
+    """A part of the prompts begins as others do, the others never; all the time the same."""
+    load = agents(rng, rate=uniform(rng, 1, 2))
+    return world(rng, load, replace(load, name="own", prefix_tokens=0), **roomy(rng))
+
+
 FAMILIES: tuple[Family, ...] = (
     Family(
         "slots held", "fault", slots_held, "long answers hold the slots that others queue for", (0.3, 1, 3)
@@ -233,4 +294,10 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "prompts in turns", "fault", turns_with_long_prompts, "long prompts in small chunks beside decodes"
     ),
+    Family(
+        "cache lost", "fault", cache_lost, "prompts whose beginning is no longer in the cache", (0.5, 1, 3)
+    ),
+    Family("unique prompts", "decoy", unique_prompts, "a new tenant whose prompts never repeat"),
+    Family("cold start", "decoy", cold_start, "a prefix cache that fills at first"),
+    Family("never cached", "decoy", never_cached, "prompts half of which never repeat, all the time"),
 )
