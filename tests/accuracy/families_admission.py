@@ -191,7 +191,7 @@ def turns_with_long_prompts(rng: Rng, _: float) -> Scenario:
 
 def agents(rng: Rng, **changes: object) -> Load:
     """Prompts that begin as some others do, with a long common beginning."""
-    prefix = int(uniform(rng, 1_500, 6_000)) // 16 * 16
+    prefix = int(uniform(rng, 800, 6_000)) // 16 * 16
     load = Load(
         "agents",
         rate=uniform(rng, 4, 8),
@@ -217,9 +217,13 @@ def cache_lost(rng: Rng, strength: float) -> Scenario:
             every_s=every,
             length_s=min(0.1 * strength, 0.6) * every,
         )
-    cause = Cause("prefix-cache-loss", None, ("<8k",), {"faults": ["cleared"]})
+    causes = (
+        Cause("prefix-cache-loss", None, ("<8k",), {"faults": ["cleared"]}),
+        # Those beside them wait for what is computed again, as for any long prompt.
+        Cause("hol-coupling", "class:<2k|<8k", ("<512",), {"loads": ["agents"]}),
+    )
     loads = (agents(rng), chat(rng, uniform(rng, 2, 5), tenant="chat"))
-    return world(rng, *loads, faults=(fault,), causes=(cause,), **roomy(rng))
+    return world(rng, *loads, faults=(fault,), causes=causes, **roomy(rng))
 
 
 def unique_prompts(rng: Rng, _: float) -> Scenario:
