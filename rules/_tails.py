@@ -12,6 +12,7 @@ Row = Mapping[str, Any]
 
 #: What findings of several rules may explain: `claims` of a finding, so that the same time is not added up.
 WAITING, OTHERS_PREFILL, BEYOND_BATCH = "waiting for ranks", "others' prefill", "beyond the batch"
+QUEUED, LEFT_OUT = "queued for slots or KV cache", "running without tokens"
 
 SHARE = Threshold("share", 0.1, "0-1", "A tenth of the excess: what causes less is not why the tail is long.")
 SLOWDOWN = Threshold(

@@ -18,6 +18,9 @@ from tailscope.ledger.contrast import MIN_REQUESTS, write_contrast
 from tailscope.ledger.coupling import write_coupling
 from tailscope.ledger.engine_time import Limits
 from tailscope.ledger.histogram import ALL, histogram_rows
+from tailscope.ledger.holders import write_holders
+from tailscope.ledger.left_out import write_left_out
+from tailscope.ledger.prompt_cache import write_cache_losses
 from tailscope.ledger.step_costs import write_step_costs
 from tailscope.ledger.what_if import write_what_if
 from tailscope.model import Check, ClassRow, Decision, Diagnosis, Finding, Rule, Verdict, VerdictStatus
@@ -54,6 +57,9 @@ def prepare(trace: Trace, config: Config, scope: Scope) -> tuple[Ledger, list[Cl
     limits = _limits(trace)
     ledger = write_bills(trace, limits)
     classes = write_contrast(trace, ledger, config.slos, scope.klass)
+    write_holders(trace, ledger)
+    write_left_out(trace, ledger)
+    write_cache_losses(trace, ledger)
     write_step_costs(trace, ledger, limits)
     if not any(row.n for row in classes):
         classes += histogram_rows(trace, config.slos)

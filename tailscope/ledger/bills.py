@@ -220,8 +220,8 @@ def _bookings(
     instants = np.cumsum([r.arrival_ns, wait, queue, prefill, decode], axis=0)
     arrived, queued, scheduled, first, last = (Place(time.steps, instant) for instant in instants)
 
-    def held(start: Place, end: Place) -> list[Floats]:
-        return [time.between(sums, start, end) for sums in time.held_by]
+    def held(by: list[Floats]) -> list[Floats]:
+        return [time.between(sums, queued, scheduled) for sums in by]
 
     waiting: Parts = {
         ("step_wait", None): time.between(time.base, arrived, queued),
@@ -237,9 +237,9 @@ def _bookings(
         },
         ("queue_budget", None): time.between(time.budget_by_nobody, queued, scheduled),
         ("recompute", None): time.between(time.budget_by_recompute, queued, scheduled),
-        **by_holder("queue_kv", time.between(time.blocked["kv"], queued, scheduled), held(queued, scheduled)),
+        **by_holder("queue_kv", time.between(time.blocked["kv"], queued, scheduled), held(time.held_by)),
         **by_holder(
-            "queue_slots", time.between(time.blocked["slots"], queued, scheduled), held(queued, scheduled)
+            "queue_slots", time.between(time.blocked["slots"], queued, scheduled), held(time.slots_by)
         ),
     }
     inside = r.inside(time.steps)

@@ -366,9 +366,9 @@ class EngineTime:
         self._block(limits, own, tile)
         #: Steps' time by the class whose prefill they held, in proportion to its tokens.
         self.tile_by = [prefix_sums(tile * share) for share in own.by_class]
-        held = self._held(prefills, culprits)
-        total = np.maximum(np.sum(held, axis=0) if held else np.zeros(n), 1e-9)
-        self.held_by = [prefix_sums(tile * share / total) for share in held]
+        #: Each class's share of the time, by the KV tokens and by the slots that its running requests hold.
+        self.held_by = self._shares(prefills, culprits, np.nan_to_num(prefills.held_tokens), tile)
+        self.slots_by = self._shares(prefills, culprits, np.ones(len(prefills.scheduled_ns)), tile)
 
     def at(self, sums: Floats, place: Place) -> Floats:
         """The prefix sum up to each instant, linear inside a step."""
@@ -410,7 +410,7 @@ class EngineTime:
         waits = np.nan_to_num(steps.waiting) > 0
         # The scheduler looks for a slot before it looks for blocks; what the most slots are must be known for that.
         slots = limits.requests or np.inf
-        no_slot = ~by_budget & (np.nan_to_num(steps.running) >= slots) & waits
+        no_slot = ~by_budget & (self._ran_at_once() >= slots) & waits
         by_kv = ~by_budget & ~no_slot & (np.nan_to_num(steps.kv_usage) >= KV_FULL)
         most = np.nanmax(steps.running) if np.isfinite(steps.running).any() else np.inf
         by_slots = no_slot | (~by_budget & ~by_kv & (steps.running >= most) & waits)
@@ -426,6 +426,18 @@ class EngineTime:
             )
         return {"budget": by_budget.astype(float), "kv": by_kv.astype(float), "slots": by_slots.astype(float)}
 
+    def _ran_at_once(self) -> Floats:
+        """How many requests had a slot when each step's batch was made, or when the next one was, ahead of its results.
+
+        What is told after a step lacks those that ended with it, and with many slots nearly every step ends one: they are
+        those of its batch that are not in the next, but for the ones that are new in it.
+        """
+        steps = self.steps
+        running, batch = np.nan_to_num(steps.running), steps.prefill_requests + steps.decode_requests
+        after, new = np.append(batch[1:], 0.0), np.append(steps.prefill_requests[1:], 0.0)
+        ended = np.clip(batch + new - after, 0.0, batch)
+        return np.asarray(np.maximum(batch, running + np.where(after > 0, ended, 0.0)))
+
     def _head_too_big(self, waits: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Steps after which somebody still waited, and after which nobody was admitted: with budget and slots left, the
         head of the queue does not fit the cache. Who came in the step may be too late for a batch made ahead."""
@@ -434,16 +446,18 @@ class EngineTime:
         nobody = np.append(steps.prefill_tokens[1:] + steps.recompute_tokens[1:] == 0, False)
         return np.asarray(still & nobody & (np.nan_to_num(steps.kv_usage) >= KV_PARTLY))
 
-    def _held(self, prefills: Prefills, culprits: int) -> list[Floats]:
-        """For each class, the KV tokens its running requests hold at each step: prompt and half their output."""
+    def _shares(self, prefills: Prefills, culprits: int, amounts: Floats, tile: Floats) -> list[Floats]:
+        """For each class, prefix sums of the time by its share of what the running requests hold, `amounts` each: KV
+        tokens are a prompt and half its output."""
         n = len(self.steps.start_ns)
         first = np.minimum(Place(self.steps, prefills.scheduled_ns).boundary(), n)
         beyond = np.maximum(np.minimum(Place(self.steps, prefills.last_ns).boundary(), n), first)
-        held = np.nan_to_num(prefills.held_tokens)
-        return [
-            np.maximum(active(first[mine], beyond[mine], held[mine], n), 0.0)
+        held = [
+            np.maximum(active(first[mine], beyond[mine], amounts[mine], n), 0.0)
             for mine in (prefills.culprit == c for c in range(culprits))
         ]
+        total = np.maximum(np.sum(held, axis=0) if held else np.zeros(n), 1e-9)
+        return [prefix_sums(tile * share / total) for share in held]
 
 
 def _within(tile: Floats, *parts: Floats) -> list[Floats]:

@@ -119,7 +119,7 @@ class _Play:
             decodes = i < engine.replicas
             role = ("decode" if engine.prefill_replicas else "both") if decodes else "prefill"
             name = f"vllm-{i}" if decodes else f"vllm-prefill-{i - engine.replicas}"
-            engines = [EngineRun(scenario, name, number, role) for number in range(engine.data_parallel)]
+            engines = [EngineRun(scenario, name, number, role, i) for number in range(engine.data_parallel)]
             world = None
             if scenario.ranks.tensor_parallel * (engine.data_parallel if engine.moe else 1) > 1:
                 world = RankWorld(scenario, name, i, scenario.seed)

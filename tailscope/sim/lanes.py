@@ -186,8 +186,11 @@ class Lane:
 class EngineRun:
     """One engine and what is written down of its steps."""
 
-    def __init__(self, scenario: Scenario, instance: str, number: int, role: str) -> None:
+    def __init__(
+        self, scenario: Scenario, instance: str, number: int, role: str, instance_number: int = 0
+    ) -> None:
         self.scheduler = Scheduler(scenario.engine)
+        self.scheduler.set_faults(scenario.faults, instance_number)
         self.instance, self.number, self.role = instance, number, role
         self.output_s = scenario.cost.output
         self.place = -1

@@ -194,9 +194,23 @@ class Fault:
     `per_request_s` for each request of its batch; with `every_s` it stands still for `length_s` every so often, as for a
     garbage collection. first-shape: the first step of each size of a batch takes `length_s` more, as for compiling or
     capturing a graph.
+
+    left-out: the scheduler gives no tokens to a share `often` of its running requests, the same ones while it lasts; they
+    keep their KV cache. cache-loss: no prompt finds its beginning in the prefix cache, as after a change of its salt or
+    of what prompts begin with. Both last from `from_s` on, or with `every_s` for `length_s` every so often.
     """
 
-    kind: Literal["pause", "slow-rank", "slow-link", "frontend", "slow-replica", "host-slow", "first-shape"]
+    kind: Literal[
+        "pause",
+        "slow-rank",
+        "slow-link",
+        "frontend",
+        "slow-replica",
+        "host-slow",
+        "first-shape",
+        "left-out",
+        "cache-loss",
+    ]
     name: str = ""
     from_s: float = 0.0
     to_s: float | None = None
@@ -216,6 +230,12 @@ class Fault:
 
     def holds_at(self, time_s: float) -> bool:
         return self.from_s <= time_s and (self.to_s is None or time_s < self.to_s)
+
+    def is_on(self, time_s: float) -> bool:
+        """Whether it holds, of a fault that with `every_s` does so for `length_s` every so often."""
+        if not self.holds_at(time_s):
+            return False
+        return self.every_s is None or (time_s - self.from_s) % self.every_s < self.length_s
 
 
 def end_s(spec: Load | Fault, duration_s: float) -> float:

@@ -124,12 +124,13 @@ READ_BY: dict[type, tuple[str, dict[str, tuple[str, ...]]]] = {
     Fault: (
         "kind",
         {
-            **dict.fromkeys(("rank", "phase", "layers", "often"), ("slow-rank", "slow-link", "host-slow")),
+            **dict.fromkeys(("rank", "phase", "layers"), ("slow-rank", "slow-link", "host-slow")),
+            "often": ("slow-rank", "slow-link", "host-slow", "left-out"),
             **dict.fromkeys(("side", "peer"), ("slow-link",)),
             **dict.fromkeys(("all_ranks", "per_request_s"), ("host-slow",)),
-            "every_s": ("pause", "host-slow"),
+            "every_s": ("pause", "host-slow", "left-out", "cache-loss"),
             "reason": ("pause", "first-shape"),
-            "length_s": ("pause", "frontend", "host-slow", "first-shape"),
+            "length_s": ("pause", "frontend", "host-slow", "first-shape", "left-out", "cache-loss"),
             "factor": ("slow-rank", "slow-link", "slow-replica"),
         },
     ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
+from collections.abc import Iterable
 from math import nan
 
 from tailscope.sim.blocks import Blocks
@@ -21,10 +22,15 @@ from tailscope.sim.outcome import (
     PREFILL,
     RECOMPUTE,
 )
-from tailscope.sim.scenario import Engine
+from tailscope.sim.scenario import Engine, Fault
 
 #: Blocks of a request that is done belong to no one who may come back; their owners count down from here.
 NOBODYS = -(1 << 40)
+
+
+def _chance(index: int) -> float:
+    """A number in [0, 1) that is a request's own (Knuth's multiplicative hash)."""
+    return (index + 1) * 2_654_435_761 % (1 << 32) / (1 << 32)
 
 
 class Request:
@@ -113,6 +119,17 @@ class Scheduler:
         self.runs: list[tuple[int, int, int, int, int, int, bool]] = []
         self._by_priority = engine.policy == "priority"
         self._keep_free = int(engine.watermark * self.kv.total)
+        self._left_outs: list[Fault] = []
+        self._cache_losses: list[Fault] = []
+        #: Of the batch being made: the share of running requests it leaves out, and whether the cache is lost to it.
+        self._leaves_out = 0.0
+        self._cache_lost = False
+
+    def set_faults(self, faults: Iterable[Fault], replica: int) -> None:
+        """What of the faults is the scheduler's."""
+        mine = [fault for fault in faults if fault.replica == replica]
+        self._left_outs = [fault for fault in mine if fault.kind == "left-out"]
+        self._cache_losses = [fault for fault in mine if fault.kind == "cache-loss"]
 
     def add(self, request: Request, now: float) -> None:
         request.queued_s = now
@@ -143,6 +160,9 @@ class Scheduler:
     def schedule(self, now: float, last: Batch | None) -> Batch:
         """Make the next batch. `last`: the batch made before it, if its result is still to come."""
         batch = Batch(self.made, now)
+        if self._left_outs or self._cache_losses:
+            self._leaves_out = self._share_left_out(now)
+            self._cache_lost = any(f.is_on(now) for f in self._cache_losses)
         budget = self._schedule_running(batch, self.engine.max_num_batched_tokens, last)
         if batch.preempted:
             if self.waiting:
@@ -153,6 +173,12 @@ class Scheduler:
             self.made += 1
         return batch
 
+    def _share_left_out(self, now: float) -> float:
+        """The share of the running requests that a batch leaves out; 0 where nobody else would go on."""
+        share = max((fault.often for fault in self._left_outs if fault.is_on(now)), default=0.0)
+        others = any(_chance(r.index) >= share and r.issued < r.output for r in self.running)
+        return share if others else 0.0
+
     def _schedule_running(self, batch: Batch, budget: int, last: Batch | None) -> int:
         running, kv, number = self.running, self.kv, batch.number
         size, threshold = kv.size, self._most_for_one()
@@ -160,6 +186,10 @@ class Scheduler:
         while i < len(running):
             request = running[i]
             if request.issued >= request.output:
+                i += 1
+                continue
+            if self._leaves_out and _chance(request.index) < self._leaves_out:
+                self._give_nothing(batch, request)
                 i += 1
                 continue
             if not budget:
@@ -219,12 +249,14 @@ class Scheduler:
     def _left_out(self, batch: Batch, start: int) -> None:
         """The budget is used up: the rest of the running requests get nothing."""
         for request in self.running[start:]:
-            if request.issued >= request.output:
-                continue
-            if request.zero_last != batch.number - 1:
-                self.end_runs(request)
-                request.zero_first = batch.number
-            request.zero_last = batch.number
+            if request.issued < request.output:
+                self._give_nothing(batch, request)
+
+    def _give_nothing(self, batch: Batch, request: Request) -> None:
+        if request.zero_last != batch.number - 1:
+            self.end_runs(request)
+            request.zero_first = batch.number
+        request.zero_last = batch.number
 
     def _prefill(self, batch: Batch, request: Request, tokens: int) -> None:
         """A chunk of a prompt, or of what is computed again after a preemption."""
@@ -389,7 +421,8 @@ class Scheduler:
             request.blocks += max(need, 0)
             return tokens
         most = (request.total - 1) // size
-        shared = min(kv.shared(request.prefix), request.prefix_blocks, most) if request.prefix_blocks else 0
+        known = request.prefix_blocks and not self._cache_lost
+        shared = min(kv.shared(request.prefix), request.prefix_blocks, most) if known else 0
         own = min(kv.found(request.index), most - shared) if request.preemptions else 0
         hit = (shared + own) * size
         tokens = request.total - hit

@@ -1,0 +1,284 @@
+"""Requests that ran and were given no tokens while others went on, and were not preempted.
+
+`schedule` says so where there is one: rows of 0 tokens. Else it follows from the engine's own numbers: who decodes gets a
+token a step, so a request whose answer took many more steps than it has tokens was left out of the rest, and one whose
+prompt was in work over steps in which nobody's was had to stand by. A client that had its tokens late shows nothing of that
+kind, nor does a step that took long.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from tailscope.ledger.bills import Ledger
+from tailscope.ledger.engine_time import BUDGET_FULL, EngineTime, Place
+from tailscope.stats import Floats, Ints, prefix_sums
+from tailscope.store import Trace, schema_of
+
+#: Fewer steps without a token than so many are a batch made ahead, or the edge of a step.
+MIN_STEPS = 8
+#: And fewer than this share of an answer's tokens: where few tokens come a step, as with drafts, steps are no count of them.
+MIN_SHARE = 0.1
+#: Answers of fewer tokens do not say how many steps a token takes here.
+MIN_TOKENS = 16
+#: Steps between a request's first scheduling and its first chunk, and after the last one.
+LEAD_STEPS = 3
+#: Steps whose ends are less certain than so many of them take together count for nothing.
+MOST_UNCERTAIN = 50
+
+COLUMNS = schema_of(
+    {
+        "id": pa.int64(),
+        "place": pa.string(),
+        "ns": pa.int64(),
+        "missed": pa.float64(),
+        "full": pa.float64(),
+        "basis": pa.string(),
+        "start_ns": pa.int64(),
+        "end_ns": pa.int64(),
+    }
+)
+GAPS = schema_of({"id": pa.int64(), "rid": pa.int64(), "ns": pa.int64()})
+
+
+@dataclass(frozen=True)
+class Answers:
+    """An engine's billed requests of known length, arrays of one length; `preemptions` is NaN where nobody told."""
+
+    rid: Ints
+    scheduled_ns: Ints
+    first_ns: Ints
+    last_ns: Ints
+    tokens: Floats
+    preemptions: Floats
+
+    def __len__(self) -> int:
+        return len(self.rid)
+
+
+def write_left_out(trace: Trace, ledger: Ledger) -> None:
+    """Fill `left_out`, `left_out_gaps` and `left_out_known`. After bills and contrast, which makes `gaps`.
+
+    left_out: id, place (prefill, decode), ns, `missed` (steps without a token), `full` (share of these steps that used up the token
+    budget; NULL where they are not placed in time), basis (schedule; steps; unsure: preempted or left out), start and end.
+    left_out_gaps: token gaps of such requests, and the ns of each in which they were left out.
+    left_out_known: one row, of how many requests it is known.
+    """
+    trace.create("left_out", COLUMNS.empty_table())
+    trace.create("left_out_gaps", GAPS.empty_table())
+    con = trace.connection
+    con.execute(_BY_SCHEDULE, {"least": MIN_STEPS})
+    told = {
+        r["instance"] for r in trace.rows("SELECT DISTINCT coalesce(instance, '') AS instance FROM schedule")
+    }
+    judged = 0
+    for (instance, engine), time in ledger.times.items():
+        if instance in told:
+            continue
+        answers = _load(trace, instance, engine)
+        extra = _uncertain_steps(trace, instance, engine, time)
+        if len(answers) and extra <= MOST_UNCERTAIN:
+            judged += len(answers)
+            _write_inferred(trace, time, answers, MIN_STEPS + extra)
+    con.execute(_KNOWN, {"judged": judged})
+
+
+#: A step's number is only one where the engine did not start anew.
+_BY_SCHEDULE = """
+INSERT INTO left_out BY NAME
+WITH numbered AS (
+    SELECT instance, engine, iteration, start_ns, end_ns FROM steps WHERE iteration IS NOT NULL
+    QUALIFY count(*) OVER (PARTITION BY instance, engine, iteration) = 1
+),
+keys AS (
+    SELECT request_key, rid FROM joined
+    UNION SELECT client_key, rid FROM joined WHERE client_key IS NOT NULL
+    UNION SELECT core.request_key, j.rid
+    FROM core_pairs p JOIN observed front ON front.oid = p.a JOIN observed core ON core.oid = p.b
+    JOIN joined j ON j.request_key = front.request_key
+),
+zeros AS (
+    SELECT k.rid, coalesce(s.instance, '') AS instance, s.engine, s.iteration_first, s.iteration_last,
+           CASE s.phase WHEN 'decode' THEN 'decode' ELSE 'prefill' END AS place
+    FROM schedule s JOIN keys k USING (request_key)
+    WHERE s.tokens = 0 AND s.iteration_last - s.iteration_first + 1 >= $least
+)
+SELECT z.rid AS id, z.place, sum(l.end_ns - f.start_ns)::BIGINT AS ns,
+       sum(z.iteration_last - z.iteration_first + 1)::DOUBLE AS missed, NULL::DOUBLE AS full, 'schedule' AS basis,
+       min(f.start_ns) AS start_ns, max(l.end_ns) AS end_ns
+FROM zeros z
+JOIN numbered f ON f.instance = z.instance AND f.engine IS NOT DISTINCT FROM z.engine AND f.iteration = z.iteration_first
+JOIN numbered l ON l.instance = z.instance AND l.engine IS NOT DISTINCT FROM z.engine AND l.iteration = z.iteration_last
+GROUP BY z.rid, z.place
+"""
+_KNOWN = """
+CREATE OR REPLACE TEMP TABLE left_out_known AS
+SELECT $judged + (SELECT count(*) FROM joined WHERE billed AND instance IN (SELECT coalesce(instance, '') FROM schedule)) AS judged
+"""
+
+
+def _load(trace: Trace, instance: str, engine: int | None) -> Answers:
+    columns = trace.connection.execute(
+        "SELECT rid, arrival_ns + ttft_ns - least(coalesce(prefill_ns, 0), ttft_ns) AS scheduled_ns, arrival_ns + ttft_ns AS first_ns, "
+        "arrival_ns + e2e_ns AS last_ns, output_tokens::DOUBLE AS tokens, preemptions::DOUBLE AS preemptions FROM joined "
+        "WHERE billed AND engine_known AND ttft_ns >= 0 AND e2e_ns >= ttft_ns AND output_tokens > 0 "
+        "AND instance = $instance AND engine IS NOT DISTINCT FROM $engine ORDER BY rid",
+        {"instance": instance, "engine": engine},
+    ).fetchnumpy()
+    arrays: dict[str, Any] = {
+        name: np.ma.filled(np.ma.asarray(values, np.float64), np.nan)
+        if name in ("tokens", "preemptions")
+        else np.asarray(values, np.int64)
+        for name, values in columns.items()
+    }
+    return Answers(**arrays)
+
+
+def _uncertain_steps(trace: Trace, instance: str, engine: int | None, time: EngineTime) -> float:
+    """By how many steps an interval may seem longer, because their ends are not exactly known."""
+    [row] = trace.rows(
+        "SELECT median(time_error_ns) AS error_ns FROM steps WHERE instance = $instance AND engine IS NOT DISTINCT FROM $engine",
+        {"instance": instance, "engine": engine},
+    )
+    tiles = np.diff(time.busy)
+    usual = float(np.median(tiles[tiles > 0])) if (tiles > 0).any() else np.inf
+    return 2e-9 * (row["error_ns"] or 0) / usual
+
+
+def _write_inferred(trace: Trace, time: EngineTime, a: Answers, least: float) -> None:
+    steps = time.steps
+    goes_on = (steps.decode_requests > 0) & (steps.own > 0)
+    going, busy = prefix_sums(goes_on.astype(float)), prefix_sums(np.where(goes_on, np.diff(time.busy), 0.0))
+    nobodys = goes_on & (steps.prefill_tokens + steps.recompute_tokens == 0)
+    idle, idle_s = prefix_sums(nobodys.astype(float)), prefix_sums(np.where(nobodys, np.diff(time.busy), 0.0))
+    scheduled, first, last = (Place(steps, at) for at in (a.scheduled_ns, a.first_ns, a.last_ns))
+    possible = ~(a.preemptions > 0)
+    basis = np.where(np.isfinite(a.preemptions), "steps", "unsure")
+
+    spent, needed = time.between(going, first, last), a.tokens - 1
+    left = spent - needed * _steps_a_token(spent, needed)
+    out = possible & (left >= np.maximum(least, MIN_SHARE * needed))
+    seconds = np.where(out, time.between(busy, first, last) * left / np.maximum(spent, 1.0), 0.0)
+    gaps = _write_gaps(trace, time, a, out, left, least)
+    _insert(trace, "decode", a, out, seconds, left, basis, a.first_ns, a.last_ns, gaps)
+
+    stood = time.between(idle, scheduled, first) - LEAD_STEPS
+    out = possible & (stood >= least)
+    seconds = np.where(
+        out, time.between(idle_s, scheduled, first) * stood / np.maximum(stood + LEAD_STEPS, 1.0), 0.0
+    )
+    _insert(
+        trace, "prefill", a, out, seconds, stood, basis, a.scheduled_ns, a.first_ns, Placed.nowhere(len(a))
+    )
+
+
+def _steps_a_token(spent: Floats, needed: Floats) -> float:
+    """Steps that a token takes here, usually 1: more where requests take turns, as in a pipeline; with drafts fewer, which
+    tells nothing, so that it counts as 1."""
+    long = needed >= MIN_TOKENS
+    return max(1.0, float(np.median(spent[long] / needed[long]))) if long.any() else 1.0
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Of each request, arrays of one length: seconds of its gaps in which it was left out, NaN where none is known; the
+    share of their steps that were full; start and end."""
+
+    seconds: Floats
+    full: Floats
+    start_ns: Ints
+    end_ns: Ints
+
+    @staticmethod
+    def nowhere(count: int) -> Placed:
+        unknown, never = np.full(count, np.nan), np.zeros(count, np.int64)
+        return Placed(unknown, unknown, never, never)
+
+
+def _insert(
+    trace: Trace,
+    place: str,
+    a: Answers,
+    out: NDArray[np.bool_],
+    seconds: Floats,
+    steps: Floats,
+    basis: NDArray[np.str_],
+    start_ns: Ints,
+    end_ns: Ints,
+    placed: Placed,
+) -> None:
+    """Rows of `left_out` of those who are `out`; `placed` where that is known, else the whole time that they lie in."""
+    known = np.isfinite(placed.seconds)
+    columns = {
+        "id": a.rid,
+        "ns": np.asarray(np.where(known, placed.seconds, seconds) * 1e9, np.int64),
+        "missed": steps,
+        "basis": basis,
+        "start_ns": np.where(known, placed.start_ns, start_ns),
+        "end_ns": np.where(known, placed.end_ns, end_ns),
+    }
+    if out.any():
+        table = {name: pa.array(values[out]) for name, values in columns.items()}
+        full = pa.array(placed.full[out], mask=~known[out])
+        trace.insert(
+            "left_out",
+            pa.table({**table, "full": full, "place": pa.repeat(pa.scalar(place), int(out.sum()))}),
+        )
+
+
+def _write_gaps(
+    trace: Trace, time: EngineTime, a: Answers, out: NDArray[np.bool_], left: Floats, least: float
+) -> Placed:
+    """Fill `left_out_gaps` with the gaps between tokens of those left `out` that span steps enough."""
+    if not out.any():
+        return Placed.nowhere(len(a))
+    con = trace.connection
+    con.register("asked_rids", pa.table({"rid": pa.array(a.rid[out])}))
+    g = con.execute(
+        "SELECT id, rid, start_ns, end_ns FROM gaps SEMI JOIN asked_rids USING (rid) ORDER BY id"
+    ).fetchnumpy()
+    con.unregister("asked_rids")
+    ids, rid, start_ns, end_ns = (
+        np.asarray(g[name], np.int64) for name in ("id", "rid", "start_ns", "end_ns")
+    )
+    start, end = Place(time.steps, start_ns), Place(time.steps, end_ns)
+    spanned = time.between(time.count, start, end)
+    long = spanned >= least + 1
+    if not long.any():
+        return Placed.nowhere(len(a))
+    row = np.searchsorted(a.rid, rid[long])
+    beyond = spanned[long] - 1
+    # No more steps than the engine's own count leaves: the rest of a gap is the client's.
+    total = np.bincount(row, weights=beyond, minlength=len(a))
+    share = np.minimum(1.0, left[row] / np.maximum(total[row], 1.0)) * beyond / spanned[long]
+    seconds = share * time.between(time.busy, start, end)[long]
+    trace.insert(
+        "left_out_gaps",
+        pa.table(
+            {
+                "id": pa.array(ids[long]),
+                "rid": pa.array(rid[long]),
+                "ns": pa.array(np.asarray(seconds * 1e9, np.int64)),
+            }
+        ),
+    )
+    tokens = time.steps.prefill_tokens + time.steps.decode_tokens
+    full = time.between(
+        prefix_sums((tokens >= BUDGET_FULL * tokens.max(initial=1.0)).astype(float)), start, end
+    )[long]
+    sums = [np.bincount(row, weights=values, minlength=len(a)) for values in (seconds, full, spanned[long])]
+    first, last = np.full(len(a), np.iinfo(np.int64).max), np.zeros(len(a), np.int64)
+    np.minimum.at(first, row, start_ns[long])
+    np.maximum.at(last, row, end_ns[long])
+    some = sums[2] > 0
+    return Placed(
+        np.where(some, sums[0], np.nan),
+        np.where(some, sums[1] / np.maximum(sums[2], 1.0), np.nan),
+        first,
+        last,
+    )
