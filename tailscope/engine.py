@@ -18,6 +18,7 @@ from tailscope.ledger.contrast import MIN_REQUESTS, write_contrast
 from tailscope.ledger.coupling import write_coupling
 from tailscope.ledger.engine_time import Limits
 from tailscope.ledger.histogram import ALL, histogram_rows
+from tailscope.ledger.long_steps import write_long_steps
 from tailscope.ledger.step_costs import write_step_costs
 from tailscope.ledger.what_if import write_what_if
 from tailscope.model import Check, ClassRow, Decision, Diagnosis, Finding, Rule, Verdict, VerdictStatus
@@ -55,6 +56,7 @@ def prepare(trace: Trace, config: Config, scope: Scope) -> tuple[Ledger, list[Cl
     ledger = write_bills(trace, limits)
     classes = write_contrast(trace, ledger, config.slos, scope.klass)
     write_step_costs(trace, ledger, limits)
+    write_long_steps(trace)
     if not any(row.n for row in classes):
         classes += histogram_rows(trace, config.slos)
     _register_class_rows(trace, classes)
