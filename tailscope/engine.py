@@ -18,6 +18,7 @@ from tailscope.ledger.contrast import MIN_REQUESTS, write_contrast
 from tailscope.ledger.coupling import write_coupling
 from tailscope.ledger.engine_time import Limits
 from tailscope.ledger.histogram import ALL, histogram_rows
+from tailscope.ledger.kv import write_kv
 from tailscope.ledger.long_steps import write_long_steps
 from tailscope.ledger.step_costs import write_step_costs
 from tailscope.ledger.what_if import write_what_if
@@ -60,6 +61,7 @@ def prepare(trace: Trace, config: Config, scope: Scope) -> tuple[Ledger, list[Cl
     if not any(row.n for row in classes):
         classes += histogram_rows(trace, config.slos)
     _register_class_rows(trace, classes)
+    write_kv(trace)
     write_coupling(trace)
     write_what_if(trace)
     return ledger, classes
