@@ -103,12 +103,11 @@ def storm_evidence(trace: Mapping[str, Any]) -> list[Evidence]:
         where = f" on {storm['instance']}/{storm['engine']}" if trace["engines"] > 1 else ""
         rate = storm["preempted"] / max(storm["seconds"], 1.0)
         ahead = ""
-        if (
-            storm["first_early_ns"]
-            and storm["first_told_ns"]
-            and storm["first_early_ns"] < storm["first_told_ns"]
-        ):
-            ahead = f"; fewer ran {(storm['first_told_ns'] - storm['first_early_ns']) / 1e9:.2g} s before the engine told of it"
+        if storm["untold"] and storm["untold_s"] > storm["early"]:
+            ahead = (
+                f"; {storm['early']:.0f} of them are seen as fewer running requests than should be, {storm['untold_s'] / storm['early']:.2g} s "
+                "(mean) before the engine told of it"
+            )
         told.append(
             Evidence(
                 f"from {_pauses.clock(storm['first_ns'])}{where} for {storm['seconds']:.3g} s: {storm['preempted']:.0f} preemptions, "

@@ -33,7 +33,7 @@ hard AS (
 ),
 timed AS (
     SELECT list({instance: instance, engine: engine, first_ns: first_ns, seconds: seconds, preempted: preempted, told: told, early: early,
-                 first_early_ns: first_early_ns, first_told_ns: first_told_ns, finished: finished, came: came, again_tokens: again_tokens,
+                 untold: untold, untold_s: untold_s, finished: finished, came: came, again_tokens: again_tokens,
                  tokens: tokens, over_s: over_s} ORDER BY first_ns) AS storms,
            count(*) AS storm_count
     FROM hard

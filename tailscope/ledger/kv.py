@@ -81,7 +81,8 @@ SELECT k, instance, engine, start_ns, end_ns, tile_ns, running, kv_usage, coales
        CASE WHEN is_known AND full_by >= {FULL} THEN greatest(coalesce(fewer, 0) - ended, 0) ELSE 0 END AS early
 FROM near
 """
-#: Steps of an engine from a storm's first preemption to its last, with the storm's number.
+#: Steps of an engine from a storm's first preemption to its last, with the storm's number, and how many were thrown out by then
+#: of whom the engine has not told.
 _STORM_STEPS = f"""
 CREATE OR REPLACE TEMP VIEW storm_steps AS
 WITH hits AS (
@@ -96,12 +97,15 @@ numbered AS (
 spans AS (
     SELECT instance, engine, storm, min(k) AS first_k, max(k) AS last_k FROM numbered GROUP BY instance, engine, storm
 )
-SELECT t.*, s.storm FROM thrown_out t ASOF JOIN spans s ON s.instance = t.instance AND coalesce(s.engine, -1) = coalesce(t.engine, -1)
+SELECT t.*, s.storm,
+       greatest(sum(t.early - t.told) OVER (PARTITION BY t.instance, t.engine, s.storm ORDER BY t.k ROWS UNBOUNDED PRECEDING), 0) AS untold
+FROM thrown_out t ASOF JOIN spans s ON s.instance = t.instance AND coalesce(s.engine, -1) = coalesce(t.engine, -1)
  AND s.first_k <= t.k
 WHERE t.k <= s.last_k
 """
 #: Storms: spans of time in which running requests were thrown out, with what was done meanwhile. Tokens computed again are what
-#: the ledger takes for that; `finished` is how many requests ended; `first_early_ns` when fewer ran than should have.
+#: the ledger takes for that; `finished` is how many requests ended; `untold` at most, and for so many request-
+#: seconds, were thrown out before the engine told of it.
 _STORMS = """
 CREATE OR REPLACE TEMP VIEW storms AS
 WITH usual AS (
@@ -109,7 +113,7 @@ WITH usual AS (
 ),
 sums AS (
     SELECT s.instance, s.engine, s.storm, min(s.start_ns) AS first_ns, max(s.end_ns) AS last_ns, sum(s.told) AS told, sum(s.early) AS early,
-           min(s.end_ns) FILTER (WHERE s.early > 0) AS first_early_ns, min(s.end_ns) FILTER (WHERE s.told > 0) AS first_told_ns,
+           max(s.untold) AS untold, sum(s.untold * s.tile_ns) / 1e9 AS untold_s,
            sum(greatest(c.prefill_tokens - p.prefill_tokens, 0)) AS again_tokens, sum(c.prefill_tokens + c.decode_requests) AS tokens,
            sum(greatest(s.running - u.running_when_full, 0) * s.tile_ns) / 1e9 AS over_s
     FROM storm_steps s
