@@ -227,9 +227,8 @@ def paused(rng: Rng, strength: float) -> Scenario:
         every_s=every,
         reason=str(rng.choice(["eplb", "unknown", "unknown"])),  # type: ignore[arg-type]
     )
-    return world(
-        rng, chat(rng), faults=(fault,), causes=(Cause("periodic-pause", None, (), {"faults": ["beat"]}),)
-    )
+    beat = Cause("periodic-pause", None, (), {"faults": ["beat"]})
+    return world(rng, chat(rng), faults=(fault,), causes=(beat, replace(beat, rule="coincident-release")))
 
 
 def in_step(rng: Rng, strength: float) -> Scenario:
@@ -430,9 +429,8 @@ def engines_alike(rng: Rng, _: float) -> Scenario:
 def new_shapes(rng: Rng, strength: float) -> Scenario:
     """An engine that compiles for each size of a batch when it first comes."""
     fault = Fault("first-shape", "cold", length_s=float(rng.uniform(0.5, 2.0)) * strength)
-    return world(
-        rng, chat(rng), faults=(fault,), causes=(Cause("first-shape", None, (), {"faults": ["cold"]}),)
-    )
+    cold = Cause("first-shape", None, (), {"faults": ["cold"]})
+    return world(rng, chat(rng), faults=(fault,), causes=(cold, replace(cold, rule="coincident-release")))
 
 
 def too_few(rng: Rng, _: float) -> Scenario:
