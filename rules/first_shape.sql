@@ -1,26 +1,13 @@
 -- One row per engine, or engines that step together (a lane): its long steps that are the first of their shape, how many would be so by chance, and what they cost each class's tail.
-WITH batches AS (
-    SELECT *, prefill_tokens + coalesce(decode_tokens, decode_requests) AS tokens
-    FROM step_costs WHERE k IS NOT NULL AND (prefill_tokens > 0 OR decode_requests > 0)
-),
--- Batches of one shape run one compiled kernel or graph: vLLM pads to the sizes of its graphs, 1, 2, 4, by 8, from 256 on by 16;
--- beyond them kernels are tuned by about powers of two.
-padded AS (
-    SELECT *, CASE WHEN tokens <= 2 THEN ceil(tokens) WHEN tokens <= 4 THEN 4 WHEN tokens <= 256 THEN 8 * ceil(tokens / 8)
-                   WHEN tokens <= 512 THEN 16 * ceil(tokens / 16) ELSE power(2, ceil(log2(tokens))) END AS size
-    FROM batches
-),
-shaped AS (
-    SELECT p.*,
-           CASE WHEN prefill_tokens > 0 THEN 'prefill, up to ' || size::BIGINT || ' tokens' ELSE 'decode, up to ' || size::BIGINT || ' tokens' END AS shape,
+WITH shaped AS (
+    SELECT *,
            coalesce(usable AND tile_s > 0 AND beyond_s >= $times * (batch_s + ranks_s), false)
            -- That the profiler stops the engine is known, and no shape's doing.
            AND coalesce(reason NOT ILIKE '%profil%', true) AS is_long
-    FROM padded p
+    FROM step_shapes
 ),
 counted AS (
-    SELECT *, row_number() OVER (PARTITION BY instance, engine, shape ORDER BY round) AS nth,
-           count(*) OVER (PARTITION BY instance, engine, shape) AS alike,
+    SELECT *, count(*) OVER (PARTITION BY instance, engine, shape) AS alike,
            avg(is_long::INT) OVER (PARTITION BY instance, engine, shape ORDER BY round ROWS BETWEEN 1 FOLLOWING AND UNBOUNDED FOLLOWING) AS later_long,
            median(tile_s) OVER (PARTITION BY instance, engine, shape) AS usual_s
     FROM shaped

@@ -11,11 +11,8 @@ from scipy import stats
 from tailscope import rhythm
 from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Threshold, summed_up
 
-from . import _tails
+from . import _pauses, _tails
 from ._tails import BEYOND_BATCH, Row
-
-#: What the log may say beside a pause -> who pauses.
-KNOWN = {"eplb": "EPLB", "rearrang": "EPLB", "profil": "the profiler", "jit": "JIT", "tun": "JIT"}
 
 
 def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
@@ -36,7 +33,7 @@ def lane_decision(rows: Sequence[Row], limits: Mapping[str, float]) -> Decision:
     if not rows:
         return Decision("clear", f"none of {lane['steps']} steps takes much longer than its batch")
     steps = _tails.counted(len(rows), "long step")
-    found, clock = best_rhythm(rows)
+    found, clock = _pauses.best_rhythm(rows)
     if found is None:
         few = len(rows) < rhythm.MIN_EVENTS
         why = f"fewer than {rhythm.MIN_EVENTS}" if few else "no period fits them"
@@ -44,7 +41,7 @@ def lane_decision(rows: Sequence[Row], limits: Mapping[str, float]) -> Decision:
     if found.p_value > limits["chance"]:
         return Decision("clear", f"{steps}, not periodic: no period beyond chance")
     members = [rows[i] for i in found.members]
-    period_s, period_steps = periods(members, found, clock)
+    period_s, period_steps = _pauses.periods(members, found, clock)
     every = f"every {period_s:.3g} s, or {period_steps:,.0f} steps"
     if period_steps < limits["apart"]:
         return Decision("clear", f"{steps}, {every}: that often it is what batches are like")
@@ -70,40 +67,6 @@ def lane_decision(rows: Sequence[Row], limits: Mapping[str, float]) -> Decision:
     )
 
 
-def best_rhythm(rows: Sequence[Row]) -> tuple[rhythm.Rhythm | None, str]:
-    """The most regular period, in time or in steps; both count as tried."""
-    size = np.array([row["beyond_s"] for row in rows])
-    start_ns = rows[0]["first_ns"]
-    # The pause came after what the batch takes, or in the middle of it.
-    time = np.array([(row["end_ns"] - start_ns) / 1e9 - row["beyond_s"] for row in rows])
-    order = np.argsort(time, kind="stable")
-    numbers = np.array([row["step"] for row in rows], np.float64)
-    if not all(row["numbered"] for row in rows) or (np.diff(numbers) <= 0).any():
-        numbers = np.array([row["round"] for row in rows], np.float64)
-    resolution = max(rows[0]["usual_s"], rows[0]["error_s"] or 0.0)
-    by_time = rhythm.find(time[order], size[order], resolution)
-    by_step = rhythm.find(numbers, size, 0.5)
-    if by_time is not None:
-        members = np.sort(order[by_time.members])
-        by_time = rhythm.Rhythm(
-            by_time.period, min(1.0, 2 * by_time.p_value), members, by_time.places, by_time.jitter
-        )
-    if by_step is not None:
-        p_value = min(1.0, 2 * by_step.p_value)
-        by_step = rhythm.Rhythm(by_step.period, p_value, by_step.members, by_step.places, by_step.jitter)
-    if by_time is None or (by_step is not None and by_step.p_value < by_time.p_value):
-        return by_step, "steps"
-    return by_time, "time"
-
-
-def periods(members: Sequence[Row], found: rhythm.Rhythm, clock: str) -> tuple[float, float]:
-    """The period in seconds and in steps: one is measured, the other the mean."""
-    gaps = found.places - 1
-    seconds = (members[-1]["start_ns"] - members[0]["start_ns"]) / 1e9 / gaps
-    steps = (members[-1]["round"] - members[0]["round"]) / gaps
-    return (found.period, steps) if clock == "time" else (seconds, found.period)
-
-
 def finding(
     lane: Row,
     members: Sequence[Row],
@@ -112,10 +75,10 @@ def finding(
     hurt: Sequence[_tails.Tail],
     lost_s: float,
 ) -> Finding:
-    period_s, period_steps = periods(members, found, clock)
+    period_s, period_steps = _pauses.periods(members, found, clock)
     length_s = float(np.median([row["beyond_s"] for row in members]))
     beside = list(dict.fromkeys(row["reason"] for row in members if row["reason"]))
-    by_whom = {who for reason in beside for word, who in KNOWN.items() if word in reason.lower()}
+    by_whom = _pauses.who_pauses(beside)
     by = f" ({' and '.join(sorted(by_whom))} by its log)" if by_whom else ""
     every = f"{period_steps:,.0f} steps" if clock == "steps" else f"{period_s:.3g} s"
     missing = found.places - len(members)
@@ -171,50 +134,13 @@ def finding(
         window_ns=(members[0]["start_ns"], members[-1]["end_ns"]),
         evidence=tuple(evidence),
         counter_evidence=tuple(counter),
-        remedies=remedies_for(by_whom),
+        remedies=_pauses.remedies_for(by_whom) or RULE.remedies,
         confirm_by=RULE.confirm_by,
         explains=_tails.explains(hurt),
         claims=BEYOND_BATCH,
     )
 
 
-def remedies_for(by_whom: set[str]) -> tuple[Remedy, ...]:
-    """Those for what the log names; all where it names nothing."""
-    first = {"EPLB": EPLB, "the profiler": PROFILER, "JIT": JIT}
-    chosen = tuple(remedy for who in sorted(by_whom) for remedy in first[who])
-    return chosen or RULE.remedies
-
-
-EPLB = (
-    Remedy(
-        "Let EPLB move experts layer by layer beside the computation",
-        "--eplb-config '{\"use_async\": true}'",
-        "vLLM V1; the default since 0.25",
-        "Moves take many steps, and some memory for the experts on their way",
-    ),
-    Remedy(
-        "Rearrange experts less often",
-        "--eplb-config '{\"step_interval\": 30000}' (3000 by default)",
-        "vLLM V1 with --enable-eplb",
-        "The placement follows a change of load more slowly",
-    ),
-)
-PROFILER = (
-    Remedy(
-        "Stop what profiles the server over and over",
-        "POST /stop_profile, and no --profiler-config in production",
-        "vLLM V1",
-        "No profiles",
-    ),
-)
-JIT = (
-    Remedy(
-        "Have all shapes compiled before traffic comes",
-        "requests of all lengths after each start, and a TRITON_CACHE_DIR and VLLM_CACHE_ROOT that outlive the container",
-        "vLLM V1",
-        "A longer start",
-    ),
-)
 RULE = Rule(
     name="periodic-pause",
     summary="The engine stands still at a regular period.",
@@ -252,7 +178,7 @@ RULE = Rule(
             "any",
             "Your time",
         ),
-        *EPLB,
+        *_pauses.EPLB,
         Remedy(
             "Keep what lives as long as the server out of the garbage collector's way",
             "gc.freeze() after start (vLLM does so itself), fewer objects made by plug-ins",

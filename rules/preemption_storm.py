@@ -8,6 +8,8 @@ from typing import Any
 
 from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Threshold, severity_of
 
+from . import _kv, _pauses, _tails
+
 
 def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
     if not rows:
@@ -17,38 +19,37 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
         return without_requests(trace)
     if not trace["preempted_requests"]:
         return Decision("clear", f"none of {trace['known_requests']} requests was preempted")
-    hurt = [
-        r
-        for r in rows
-        if r["excess_s"] and r["excess_s"] > 0 and share(r) >= limits["share"] and felt(r, limits)
-    ]
-    stalled = any(r["preempted_s"] > 0 or r["recompute_s"] >= limits["share"] * r["excess_s"] for r in hurt)
-    if not hurt or (not stalled and trace["preempted_requests"] < limits["queue_only"]):
+    hurt = _kv.hurt_by_cache(rows, limits)
+    if not _kv.is_storm(hurt, limits):
         return Decision(
             "clear",
             f"{trace['preempted_requests']} of {trace['known_requests']} requests were preempted, "
             f"stalled for {trace['stalled_s'] or 0:.3g} s in all: too little to make a tail",
         )
     return Decision(
-        "found", f"{trace['preempted_requests']} requests preempted", tuple(findings(trace, hurt))
+        "found", f"{trace['preempted_requests']} requests preempted", (finding(trace, hurt, limits),)
     )
 
 
-def caused(row: Mapping[str, Any]) -> float:
-    """Seconds of the excess that the victims stalled, others computed for them, or somebody queued for the cache."""
-    return float(row["preempted_s"] + max(row["recompute_s"], 0.0) + max(row["queued_s"], 0.0))
-
-
-def share(row: Mapping[str, Any]) -> float:
-    return float(min(1.0, max(0.0, caused(row) / row["excess_s"])))
-
-
-def sized(remedy: Remedy, trace: Mapping[str, Any]) -> Remedy:
-    """The first remedy with this trace's own numbers."""
+def sized(trace: Mapping[str, Any]) -> tuple[Remedy, ...]:
+    """The remedies, those that let fewer requests run with this trace's own numbers."""
+    fewer, watermark, *rest = RULE.remedies
     if not trace["running_when_full"]:
-        return remedy
+        return RULE.remedies
     now = f" (now {trace['max_num_seqs']})" if trace["max_num_seqs"] else ""
-    return replace(remedy, flag=f"--max-num-seqs {trace['running_when_full']:.0f}{now}")
+    cost = fewer.cost
+    if trace["came"]:
+        # Who would not have run would have waited: request-seconds beyond the limit, for each that came meanwhile.
+        cost += f"; here by about {(trace['over_s'] or 0) / trace['came']:.2g} s for each of the {trace['came']:,} requests that came meanwhile"
+        if trace["longest_s"]:
+            cost += f", for stalls of up to {trace['longest_s']:.3g} s"
+    kept_out = max(1.0, 0.02 * trace["running_when_full"])
+    fewer = replace(fewer, flag=f"--max-num-seqs {trace['running_when_full']:.0f}{now}", cost=cost)
+    watermark = replace(
+        watermark,
+        cost=f"Keeps about {kept_out:.0f} of the {trace['running_when_full']:.0f} requests out that ran when the cache was full; {watermark.cost[0].lower()}{watermark.cost[1:]}",
+    )
+    return (fewer, watermark, *rest)
 
 
 def spent(row: Mapping[str, Any]) -> str:
@@ -60,44 +61,111 @@ def spent(row: Mapping[str, Any]) -> str:
     return " and ".join(f"{seconds:.3g} s {what}" for what, seconds in parts.items() if seconds > 0)
 
 
-def felt(row: Mapping[str, Any], limits: Mapping[str, float]) -> bool:
-    """Whether the cache cost the tail a noticeable part of the median, and not just a handful of requests."""
-    if row["hit"] is not None and row["hit"] < limits["hit"] * row["n"]:
-        return False
-    return bool(caused(row) >= limits["slowdown"] * (row["p50_s"] or 0.0))
-
-
 def without_requests(trace: Mapping[str, Any]) -> Decision:
-    """Only counters: that it happened is known, not to whom nor what it cost."""
+    """Only steps and counters: that it happened is known, perhaps when, not to whom nor what it cost."""
     counts = [c for c in (trace["counter_increase"], trace["step_preemptions"]) if c is not None]
-    if not counts:
+    early, storms = trace["early_preemptions"] or 0, trace["storms"] or []
+    when = ""
+    if storms:
+        first = storms[0]
+        when = f", in {_tails.counted(len(storms), 'storm')}, the first from {_pauses.clock(first['first_ns'])} for {first['seconds']:.3g} s"
+    if not counts and not early:
         return Decision("no-data", RULE.missing)
+    if max(counts, default=0) == 0 and early:
+        return Decision(
+            "inconclusive",
+            f"fewer requests ran than should have, by {early:.0f}, in a full KV cache{when}: preempted, or aborted by clients "
+            "without a trace; the stat logger would tell",
+        )
     if max(counts) == 0:
         return Decision("clear", "no preemption was counted")
     return Decision(
         "inconclusive",
-        f"{max(counts):.0f} preemptions were counted, but no source says which requests: spans do not, the stat logger does",
+        f"{max(counts):.0f} preemptions were counted{when}, but no source says which requests: spans do not, the stat logger does",
     )
 
 
-def findings(trace: Mapping[str, Any], hurt: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    worst = max(hurt, key=share)
+def is_livelock(storm: Mapping[str, Any], limits: Mapping[str, float]) -> bool:
+    """Whether requests were thrown out again and again while next to none came to its end."""
+    return bool(
+        storm["preempted"] >= limits["many"]
+        and storm["finished"] <= limits["progress"] * storm["preempted"]
+        and (storm["again_tokens"] or 0) >= limits["again"] * (storm["tokens"] or 1)
+    )
+
+
+def storm_evidence(trace: Mapping[str, Any]) -> list[Evidence]:
+    """When it was: one sentence a storm, the hardest ones."""
+    storms = trace["storms"] or []
+    chosen = sorted(sorted(storms, key=lambda s: -s["preempted"])[:3], key=lambda s: s["first_ns"])
+    told = []
+    for storm in chosen:
+        where = f" on {storm['instance']}/{storm['engine']}" if trace["engines"] > 1 else ""
+        rate = storm["preempted"] / max(storm["seconds"], 1.0)
+        ahead = ""
+        if storm["untold"] and storm["untold_s"] > storm["early"]:
+            ahead = (
+                f"; {storm['early']:.0f} of them are seen as fewer running requests than should be, {storm['untold_s'] / storm['early']:.2g} s "
+                "(mean) before the engine told of it"
+            )
+        told.append(
+            Evidence(
+                f"from {_pauses.clock(storm['first_ns'])}{where} for {storm['seconds']:.3g} s: {storm['preempted']:.0f} preemptions, "
+                f"{rate:.2g} a second, while {storm['finished']:,.0f} requests finished{ahead}",
+                dict(storm),
+            )
+        )
+    if len(storms) > len(chosen):
+        told.append(Evidence(f"and {len(storms) - len(chosen)} more storms", {"storms": len(storms)}))
+    return told
+
+
+def wasted(trace: Mapping[str, Any]) -> Evidence | None:
+    """What was computed twice, of all that was computed: as the steps tell, else as the victims' lengths do."""
+    if trace["again_tokens"]:
+        text = (
+            f"{trace['again_tokens']:,.0f} tokens were computed again, {trace['again_tokens'] / max(trace['tokens'] or 1, 1):.0%} of those "
+            "computed in the storms"
+        )
+        return Evidence(text, {"again_tokens": trace["again_tokens"], "tokens": trace["tokens"]})
+    if not trace["lost_tokens"] or not trace["useful_tokens"]:
+        return None
+    return Evidence(
+        f"about {trace['lost_tokens']:,.0f} tokens were thrown away, {trace['lost_tokens'] / trace['useful_tokens']:.0%} of all that was "
+        "asked for, by the victims' lengths; the prefix cache may have spared some",
+        {"lost_tokens": trace["lost_tokens"], "useful_tokens": trace["useful_tokens"]},
+    )
+
+
+def finding(
+    trace: Mapping[str, Any], hurt: Sequence[Mapping[str, Any]], limits: Mapping[str, float]
+) -> Finding:
+    """One for all storms, though they may be apart in time: what they cost is known together, the cache is too small in all of
+    them, and the remedies are the same. When each was is evidence."""
+    worst = max(hurt, key=_kv.share)
     first, last = trace["squeeze_first_ns"] or trace["first_ns"], trace["squeeze_last_ns"] or trace["last_ns"]
     seconds = max((last - first) / 1e9, 1e-9)
+    storms = trace["storms"] or []
+    livelocks = [storm for storm in storms if is_livelock(storm, limits)]
+    if storms:
+        seconds = max(sum(storm["seconds"] for storm in storms), 1.0)
     evidence = [
         Evidence(
             f"{r['klass']} {r['metric']}: {spent(r)} of {r['excess_s']:.3g} s excess ({r['tail_rule']})",
             {k: r[k] for k in ("klass", "metric", "preempted_s", "recompute_s", "queued_s", "excess_s")},
         )
-        for r in sorted(hurt, key=share, reverse=True)
+        for r in sorted(hurt, key=_kv.share, reverse=True)
     ]
     evidence.append(
         Evidence(
             f"{trace['preempted_requests']} of {trace['known_requests']} requests preempted, {trace['preemptions']} times in all, "
-            f"at most {trace['most']}x each: {trace['preemptions'] / seconds:.2g} a second while it lasted",
-            {k: trace[k] for k in ("preempted_requests", "known_requests", "preemptions", "most")},
+            f"{trace['once']} of them once, at most {trace['most']}x each: {trace['preemptions'] / seconds:.2g} a second while it lasted",
+            {k: trace[k] for k in ("preempted_requests", "known_requests", "preemptions", "once", "most")},
         )
     )
+    evidence += storm_evidence(trace)
+    if (waste := wasted(trace)) is not None:
+        evidence.append(waste)
     if trace["stalled_requests"]:
         evidence.append(
             Evidence(
@@ -117,39 +185,49 @@ def findings(trace: Mapping[str, Any], hurt: Sequence[Mapping[str, Any]]) -> lis
     counter = []
     if trace["most"] == 1:
         counter.append(Evidence("nobody was preempted twice: a squeeze that passed, not a livelock"))
+    elif trace["once"] >= limits["healthy"] * trace["preempted_requests"] and not livelocks:
+        counter.append(
+            Evidence(
+                f"{trace['once']} of {trace['preempted_requests']} were preempted only once, as in a healthy engine: no livelock",
+                {"once": trace["once"]},
+            )
+        )
     if trace["counter_increase"] is not None:
         counter.append(
             Evidence(
                 f"the engine's counter rose by {trace['counter_increase']:.0f}; it counts a preemption with the victim's next "
-                "token, so after the stall",
+                "token, so after the stall, and never where the client has left before",
                 {"counter_increase": trace["counter_increase"]},
             )
         )
-    victims = {r["klass"]: r for r in sorted(hurt, key=share)}
-    return [
-        Finding(
-            rule=RULE.name,
-            status="found",
-            severity=severity_of(share(worst), any(r["slo_broken"] for r in hurt)),
-            basis="inferred",
-            title=f"KV cache ran out: {trace['preempted_requests']} requests were preempted and computed again"
-            + (" while others waited for it" if worst["queued_s"] > caused(worst) / 2 else ""),
-            culprit=Party("class", trace["holder"], {"held": "most of the KV cache meanwhile"})
-            if trace["holder"]
-            else Party("engine", "scheduler"),
-            victims=tuple(
-                Party("class", k, {"metric": r["metric"], "preempted": trace["preempted_requests"]})
-                for k, r in victims.items()
-            ),
-            share_of_tail=share(worst),
-            window_ns=(first, last),
-            evidence=tuple(evidence),
-            counter_evidence=tuple(counter),
-            remedies=(sized(RULE.remedies[0], trace), *RULE.remedies[1:]),
-            confirm_by=RULE.confirm_by,
-            explains={f"{r['klass']}\t{r['metric']}": caused(r) for r in hurt},
-        )
-    ]
+    victims = {r["klass"]: r for r in sorted(hurt, key=_kv.share)}
+    title = f"KV cache ran out: {trace['preempted_requests']} requests were preempted and computed again"
+    if livelocks:
+        title += ", over and over, and next to none came to its end (livelock)"
+    elif worst["queued_s"] > _kv.caused(worst) / 2:
+        title += " while others waited for it"
+    return Finding(
+        rule=RULE.name,
+        status="found",
+        severity=severity_of(_kv.share(worst), any(r["slo_broken"] for r in hurt)),
+        basis="inferred",
+        title=title,
+        culprit=Party("class", trace["holder"], {"held": "most of the KV cache meanwhile"})
+        if trace["holder"]
+        else Party("engine", "scheduler"),
+        victims=tuple(
+            Party("class", k, {"metric": r["metric"], "preempted": trace["preempted_requests"]})
+            for k, r in victims.items()
+        ),
+        share_of_tail=_kv.share(worst),
+        window_ns=(first, last),
+        evidence=tuple(evidence),
+        counter_evidence=tuple(counter),
+        remedies=sized(trace),
+        confirm_by=RULE.confirm_by,
+        explains={f"{r['klass']}\t{r['metric']}": _kv.caused(r) for r in hurt},
+        claims=_kv.CACHE,
+    )
 
 
 RULE = Rule(
@@ -165,17 +243,22 @@ RULE = Rule(
         "scraped more than once"
     ),
     thresholds=(
-        Threshold("hit", 0.01, "0-1", "What hits fewer than one in a hundred requests moves no p99."),
+        _kv.HIT,
+        _kv.QUEUE_ONLY,
+        _kv.SHARE,
+        _kv.SLOWDOWN,
+        Threshold("windows", 100, "storms", "The hardest are told of; more of them say nothing new."),
         Threshold(
-            "queue_only",
-            3,
-            "",
-            "Where a tail only queued for the cache, one or two preemptions meanwhile are no storm.",
+            "healthy",
+            0.9,
+            "of victims",
+            "In a healthy engine 95 % of those preempted are so once, and at most 4 times.",
         ),
-        Threshold("share", 0.1, "0-1", "A tenth of the excess: healthy preemption stays below it."),
+        Threshold("many", 10, "preemptions", "A few are no livelock, whatever happens meanwhile."),
         Threshold(
-            "slowdown", 0.25, "x p50", "A tail slower by less than a quarter of the median is not felt."
+            "progress", 0.1, "requests each", "In a livelock next to nobody finishes for those thrown out."
         ),
+        Threshold("again", 0.5, "of tokens", "In a livelock most of what is computed was computed before."),
     ),
     remedies=(
         Remedy(
@@ -190,19 +273,9 @@ RULE = Rule(
             "vLLM 0.32 has it (0.0 by default); older ones may not",
             "Measured elsewhere: preemptions -62 %, ITL p99 -54 %, TTFT p50 +80 %",
         ),
-        Remedy(
-            "Give the cache more memory",
-            "--gpu-memory-utilization 0.95, --kv-cache-dtype fp8",
-            "vLLM, all versions; fp8 depends on the GPU",
-            "Less headroom for activations; fp8 may cost accuracy",
-        ),
-        Remedy(
-            "Cap in-flight tokens where requests enter",
-            "gateway or client concurrency limit",
-            "any",
-            "Requests queue, or are refused, at the gateway",
-        ),
-        Remedy("Add an instance", "router configuration", "any", "another GPU"),
+        _kv.MORE_CACHE,
+        _kv.FEWER_TOKENS,
+        _kv.ADD,
     ),
     confirm_by=(
         "Replay the window with --max-num-seqs at the number of requests that ran when the cache was 90 % full: "

@@ -1,13 +1,15 @@
 -- One row per class and metric with the part of its excess spent preempted, in steps that computed again what a preemption
--- threw away, or queued for KV cache meanwhile; beside it what happened to all requests.
+-- threw away, or queued for KV cache meanwhile; beside it what happened to all requests, and when.
 WITH victims AS (
     SELECT
-        count(*) FILTER (WHERE preemptions > 0) AS preempted_requests,
-        count(*) FILTER (WHERE preemptions IS NOT NULL) AS known_requests,
         sum(preemptions) AS preemptions,
         max(preemptions) AS most,
+        count(*) FILTER (WHERE preemptions = 1) AS once,
         min(arrival_ns) FILTER (WHERE preemptions > 0) AS first_ns,
-        max(arrival_ns + e2e_ns) FILTER (WHERE preemptions > 0) AS last_ns
+        max(arrival_ns + e2e_ns) FILTER (WHERE preemptions > 0) AS last_ns,
+        -- At the least a victim computes its prompt again each time, at the most also its answer.
+        sum(preemptions * (coalesce(prompt_tokens, 0) + coalesce(output_tokens, 0) / 2)) FILTER (WHERE preemptions > 0) AS lost_tokens,
+        sum(coalesce(prompt_tokens - coalesce(cached_tokens, 0), 0) + coalesce(output_tokens, 0)) AS useful_tokens
     FROM joined WHERE billed
 ),
 stalls AS (
@@ -24,37 +26,28 @@ counted AS (
     SELECT sum(increase) AS counter_increase, max(last_ns - first_ns) / 1e9 AS counter_seconds
     FROM counters WHERE concept = 'preemptions'
 ),
+-- Storms by how many were thrown out; what is told late may be only a part, what is seen early another.
+hard AS (
+    SELECT *, greatest(told, early) AS preempted, (last_ns - first_ns) / 1e9 AS seconds FROM storms
+    QUALIFY row_number() OVER (ORDER BY greatest(told, early) DESC, first_ns) <= $windows
+),
+timed AS (
+    SELECT list({instance: instance, engine: engine, first_ns: first_ns, seconds: seconds, preempted: preempted, told: told, early: early,
+                 untold: untold, untold_s: untold_s, finished: finished, came: came, again_tokens: again_tokens,
+                 tokens: tokens, over_s: over_s} ORDER BY first_ns) AS storms,
+           count(*) AS storm_count
+    FROM hard
+),
 reported AS (SELECT sum(preempted) AS step_preemptions FROM steps),
+seen AS (SELECT sum(early) AS early_preemptions, sum(over_s) AS over_s, sum(came) AS came, sum(again_tokens) AS again_tokens, sum(tokens) AS tokens FROM storms),
 limits AS (SELECT max(max_num_seqs) AS max_num_seqs FROM configured),
 holders AS (
     SELECT culprit AS holder, sum(ns) / 1e9 AS held_s FROM bill_lines
     WHERE component = 'preempted' AND culprit IS NOT NULL GROUP BY culprit ORDER BY held_s DESC, culprit LIMIT 1
-),
--- Requests that the cache cost more than a noticeable part of their class's median, by metric. Token gaps are not requests.
-kv_time AS (
-    SELECT l.id, sum(ns) / 1e9 AS whole_s, coalesce(sum(ns) FILTER (WHERE place <> 'decode'), 0) / 1e9 AS before_s
-    FROM bill_lines l WHERE component IN ('preempted', 'recompute', 'queue_kv') GROUP BY l.id
-),
-hits AS (
-    SELECT k.klass, k.metric, count(*) AS hit
-    FROM class_rows k JOIN joined j ON j.klass = k.klass JOIN kv_time t ON t.id = j.rid
-    WHERE CASE k.metric WHEN 'TTFT' THEN t.before_s WHEN 'E2E' THEN t.whole_s
-                        WHEN 'TPOT' THEN (t.whole_s - t.before_s) / greatest(j.output_tokens - 1, 1) END >= $slowdown * k.p50_s
-    GROUP BY ALL
-),
-spent AS (
-    SELECT klass, metric, sum(excess_s) FILTER (WHERE component = 'preempted') AS preempted_s,
-           sum(excess_s) FILTER (WHERE component = 'recompute') AS recompute_s,
-           sum(excess_s) FILTER (WHERE component = 'queue_kv') AS queued_s
-    FROM excess WHERE component IN ('preempted', 'recompute', 'queue_kv') GROUP BY ALL
 )
-SELECT k.klass, k.metric, k.p50_s, k.excess_s, k.tail_rule, k.slo_broken, k.n,
-       coalesce(s.preempted_s, 0) AS preempted_s, coalesce(s.recompute_s, 0) AS recompute_s,
-       coalesce(s.queued_s, 0) AS queued_s, CASE WHEN k.metric <> 'ITL' THEN coalesce(i.hit, 0) END AS hit,
-       v.*, t.*, q.*, c.*, r.*, f.*, h.holder
-FROM class_rows k
-LEFT JOIN spent s ON s.klass = k.klass AND s.metric = k.metric
-LEFT JOIN hits i ON i.klass = k.klass AND i.metric = k.metric
+SELECT k.*, v.*, t.*, q.*, c.*, r.*, f.*, w.*, e.*, h.holder, (SELECT count(DISTINCT coalesce(instance, '') || '/' || coalesce(engine, -1)) FROM steps) AS engines
+FROM kv_tails k
 CROSS JOIN victims v CROSS JOIN stalls t CROSS JOIN squeeze q CROSS JOIN counted c CROSS JOIN reported r CROSS JOIN limits f
+CROSS JOIN timed w CROSS JOIN seen e
 LEFT JOIN holders h ON true
 ORDER BY k.klass, k.metric

@@ -19,7 +19,9 @@ from tailscope.ledger.coupling import write_coupling
 from tailscope.ledger.engine_time import Limits
 from tailscope.ledger.histogram import ALL, histogram_rows
 from tailscope.ledger.holders import write_holders
+from tailscope.ledger.kv import write_kv
 from tailscope.ledger.left_out import write_left_out
+from tailscope.ledger.long_steps import write_long_steps
 from tailscope.ledger.prompt_cache import write_cache_losses
 from tailscope.ledger.step_costs import write_step_costs
 from tailscope.ledger.what_if import write_what_if
@@ -61,9 +63,11 @@ def prepare(trace: Trace, config: Config, scope: Scope) -> tuple[Ledger, list[Cl
     write_left_out(trace, ledger)
     write_cache_losses(trace, ledger)
     write_step_costs(trace, ledger, limits)
+    write_long_steps(trace)
     if not any(row.n for row in classes):
         classes += histogram_rows(trace, config.slos)
     _register_class_rows(trace, classes)
+    write_kv(trace)
     write_coupling(trace)
     write_what_if(trace)
     return ledger, classes

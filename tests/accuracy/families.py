@@ -227,9 +227,8 @@ def paused(rng: Rng, strength: float) -> Scenario:
         every_s=every,
         reason=str(rng.choice(["eplb", "unknown", "unknown"])),  # type: ignore[arg-type]
     )
-    return world(
-        rng, chat(rng), faults=(fault,), causes=(Cause("periodic-pause", None, (), {"faults": ["beat"]}),)
-    )
+    beat = Cause("periodic-pause", None, (), {"faults": ["beat"]})
+    return world(rng, chat(rng), faults=(fault,), causes=(beat, replace(beat, rule="coincident-release")))
 
 
 def in_step(rng: Rng, strength: float) -> Scenario:
@@ -347,10 +346,16 @@ def at_the_gateway(rng: Rng, _: float) -> Scenario:
     return world(rng, load, gateway=gateway, telemetry=telemetry(rng, client=True))
 
 
+def stopped(*faults: Fault) -> tuple[Cause, ...]:
+    """What pauses may be told as: the engine's, and by the requests that it lets go together."""
+    names = [fault.name for fault in faults]
+    return tuple(Cause(rule, None, (), {"faults": names}) for rule in ("pause", "coincident-release"))
+
+
 def stall_in_closed_loop(rng: Rng, _: float) -> Scenario:
     load = chat(rng, arrivals="closed", users=int(rng.integers(8, 24)), think_s=float(rng.uniform(0.2, 1.0)))
     pause = Fault("pause", "stall", from_s=60.0, length_s=float(rng.uniform(2, 6)), reason="unknown")
-    return world(rng, load, faults=(pause,))
+    return world(rng, load, faults=(pause,), causes=stopped(pause))
 
 
 def clocks_apart(rng: Rng, _: float) -> Scenario:
@@ -390,7 +395,7 @@ def pauses_at_random(rng: Rng, _: float) -> Scenario:
         Fault("pause", f"stop {i}", from_s=float(t), length_s=length * float(rng.uniform(0.9, 1.1)))
         for i, t in enumerate(times)
     )
-    return world(rng, chat(rng), faults=faults)
+    return world(rng, chat(rng), faults=faults, causes=stopped(*faults))
 
 
 def heavy_steps(rng: Rng, _: float) -> Scenario:
@@ -424,9 +429,8 @@ def engines_alike(rng: Rng, _: float) -> Scenario:
 def new_shapes(rng: Rng, strength: float) -> Scenario:
     """An engine that compiles for each size of a batch when it first comes."""
     fault = Fault("first-shape", "cold", length_s=float(rng.uniform(0.5, 2.0)) * strength)
-    return world(
-        rng, chat(rng), faults=(fault,), causes=(Cause("first-shape", None, (), {"faults": ["cold"]}),)
-    )
+    cold = Cause("first-shape", None, (), {"faults": ["cold"]})
+    return world(rng, chat(rng), faults=(fault,), causes=(cold, replace(cold, rule="coincident-release")))
 
 
 def too_few(rng: Rng, _: float) -> Scenario:
@@ -458,7 +462,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family("long outputs", "decoy", long_outputs, "one tenant with answers ten times as long"),
     Family("gateway", "decoy", at_the_gateway, "waiting and rejections moved to a gateway"),
-    Family("closed loop", "decoy", stall_in_closed_loop, "a stall that a closed loop hides"),
+    Family("closed loop", "fault", stall_in_closed_loop, "a stall that a closed loop hides"),
     Family("clocks apart", "decoy", clocks_apart, "every rank's clock off, no rank slow"),
     Family(
         "simply long",
@@ -469,7 +473,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family("too few", "decoy", too_few, "a dozen requests"),
     Family("paused", "fault", paused, "an engine that stops at a beat", (0.25, 0.5, 1, 2.5)),
-    Family("pauses at random", "decoy", pauses_at_random, "an engine that stops now and then"),
+    Family("pauses at random", "fault", pauses_at_random, "an engine that stops now and then"),
     Family("heavy steps", "decoy", heavy_steps, "steps with a long tail of their own"),
     Family("regular documents", "fault", regular_documents, "long prompts at a beat"),
     Family("engines in step", "fault", in_step, "engines that wait for another's long prompt", (1, 3)),

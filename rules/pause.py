@@ -1,0 +1,269 @@
+"""The engine stood still: once or now and then, at no beat, and for no new shape of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+import numpy as np
+from scipy import stats
+
+from tailscope import outliers
+from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Threshold, summed_up
+
+from . import _pauses, _tails
+from ._tails import BEYOND_BATCH, Row
+
+UNKNOWN = "nothing that is known"
+
+
+def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
+    decisions = [lane_decision(list(lane), limits) for _, lane in groupby(rows, key=lambda r: r["lane"])]
+    return summed_up(decisions, RULE.missing)
+
+
+def lane_decision(rows: Sequence[Row], limits: Mapping[str, float]) -> Decision:
+    """What the long steps of an engine, or of some that step together, say. A row without a step stands for none."""
+    lane = rows[0]
+    if lane["usable"] is None:
+        return Decision(
+            "no-data", f"{_tails.counted(lane['steps'], 'step')}: too few to know what a step takes"
+        )
+    if not lane["usable"]:
+        return Decision("inconclusive", "what steps take does not follow their batches")
+    rows = [row for row in rows if row["round"] is not None]
+    if not rows:
+        return Decision("clear", f"none of {lane['steps']} steps takes much longer than its batch")
+    steps = _tails.counted(len(rows), "long step")
+    left, others = not_judged_elsewhere(rows, lane, limits)
+    if not left:
+        return Decision("clear", f"{steps}, {' and '.join(others)}")
+    named = [row for row in left if who_of(row) != UNKNOWN]
+    apart, test = those_apart(left, named, lane, limits)
+    by_whom: dict[str, list[Row]] = {}
+    for row in sorted([*named, *apart], key=lambda r: r["round"]):
+        by_whom.setdefault(who_of(row), []).append(row)
+    if not by_whom:
+        if test is None:
+            return Decision(
+                "inconclusive", f"{steps}, and too few steps to tell a pause from what they are like"
+            )
+        return Decision("clear", f"{steps}, none apart from the others (p = {test.p_value:.2g})")
+    findings = []
+    for who, members in by_whom.items():
+        hurt = [
+            tail
+            for tail in _tails.tails((row["hurt"] for row in members), lane["classes"])
+            if tail.is_felt(limits["share"], limits["slowdown"])
+        ]
+        if hurt:
+            findings.append(finding(lane, who, members, hurt, test if who == UNKNOWN else None, others))
+    lost_s = sum(row["beyond_s"] for members in by_whom.values() for row in members)
+    if not findings:
+        return Decision("clear", f"stood still for {lost_s:.3g} s in all, which is no real part of a tail")
+    name = _tails.engine_name(lane)
+    return Decision("found", f"engine {name} stood still for {lost_s:.3g} s in all", tuple(findings))
+
+
+def not_judged_elsewhere(
+    rows: Sequence[Row], lane: Row, limits: Mapping[str, float]
+) -> tuple[list[Row], list[str]]:
+    """The long steps that no other rule speaks for, and what the others are: the first batch and compilations, shapes that
+    are new, steps at a beat."""
+    others = []
+    at_start = [row for row in rows if row["is_start"] or row["is_compiled"]]
+    if at_start:
+        others.append(f"{len(at_start)} of a first batch or beside a compilation")
+    left = [row for row in rows if row not in at_start]
+    unnamed = [row for row in left if not row["deliberate"] and not row["reason"]]
+    firsts = sum(row["is_first"] for row in unnamed)
+    chance = stats.hypergeom.sf(firsts - 1, lane["steps"], lane["firsts"] or 0, len(unnamed))
+    if firsts > 1 and chance <= limits["chance"]:
+        # An engine may have other sizes than we know, so that not each first one is seen to be one.
+        others.append(f"{len(unnamed)} of which {firsts} are of shapes that are new")
+        left = [row for row in left if row not in unnamed]
+    # Of all long steps, as the rule on a beat has them.
+    found, clock = _pauses.best_rhythm(rows)
+    if found is not None and found.p_value <= limits["chance"]:
+        members = [rows[i] for i in found.members]
+        if _pauses.periods(members, found, clock)[1] >= limits["apart"]:
+            others.append(f"{len(members)} at a beat")
+            left = [row for row in left if row not in members]
+    return left, others
+
+
+def who_of(row: Row) -> str:
+    """Who stopped the engine in a step, as far as something stood beside it."""
+    beside = [text for text in (row["deliberate"], row["reason"]) if text]
+    if not beside:
+        return UNKNOWN
+    return " and ".join(sorted(_pauses.who_pauses(beside))) or "what its log tells of"
+
+
+def those_apart(
+    left: Sequence[Row], named: Sequence[Row], lane: Row, limits: Mapping[str, float]
+) -> tuple[list[Row], outliers.Outliers | None]:
+    """The long steps beside which nothing stands that lie apart from the tail of all others, with the test of that. Where
+    steps have a long tail of their own, its largest are no pauses."""
+    aside = {row["round"] for row in named}
+    tail = [top for top in lane["tops"] or () if top["round"] not in aside]
+    test = outliers.beyond_tail(np.array([top["times"] for top in tail], np.float64)) if tail else None
+    if test is None or test.p_value > limits["alone"]:
+        return [], test
+    apart = {top["round"] for top in tail[: test.count]}
+    return [row for row in left if row["round"] in apart and row["round"] not in aside], test
+
+
+def finding(
+    lane: Row,
+    who: str,
+    members: Sequence[Row],
+    hurt: Sequence[_tails.Tail],
+    test: outliers.Outliers | None,
+    others: Sequence[str],
+) -> Finding:
+    lost_s = sum(row["beyond_s"] for row in members)
+    worst = sorted(members, key=lambda row: -row["beyond_s"])
+    requests = max((row["requests"] or 0 for row in members), default=0)
+    longest = worst[0]
+    evidence = [
+        Evidence(
+            f"at {_pauses.clock(row['start_ns'])} a step took {row['beyond_s']:.3g} s longer than its batch accounts for, "
+            f"{row['times']:.3g} x what it does"
+            + (f"; {row['requests']:,.0f} requests were there" if row["requests"] else "")
+            + (
+                f"; beside it: {'; '.join(t for t in (row['deliberate'], row['reason']) if t)}"
+                if who != UNKNOWN
+                else ""
+            ),
+            {
+                k: row[k]
+                for k in ("start_ns", "end_ns", "beyond_s", "times", "requests", "reason", "deliberate")
+            },
+        )
+        for row in worst[:3]
+    ]
+    if len(members) > 1:
+        evidence.append(
+            Evidence(
+                f"{len(members)} such steps, {lost_s:.3g} s in all, {lost_s / lane['busy_s']:.1%} of the time the engine was busy",
+                {"pauses": len(members), "lost_s": lost_s, "busy_s": lane["busy_s"]},
+            )
+        )
+    evidence.append(Evidence(_tails.sentence(hurt, "what they took" if len(members) > 1 else "what it took")))
+    counter = []
+    if test is not None:
+        evidence.append(
+            Evidence(
+                f"they lie apart from all other steps: p = {test.p_value:.1g} for so wide a gap in a tail like theirs",
+                {"p_value": test.p_value, "apart": test.count, "tail_exponent": test.tail},
+            )
+        )
+        counter.append(
+            Evidence(
+                "nothing stands beside them in the log or /metrics: what stopped the engine is not known"
+            )
+        )
+    if others:
+        counter.append(Evidence(f"not counted here: {' and '.join(others)}, which other rules judge"))
+    if not counter:
+        counter.append(
+            Evidence("that something stood beside a step does not prove that it made the step long")
+        )
+    name = _tails.engine_name(lane)
+    engines = len(lane["engines"])
+    subject = f"Engine {name}" if engines == 1 else f"Engine {name} and {engines - 1} in step with it"
+    times = (
+        f"for {longest['beyond_s']:.3g} s"
+        if len(members) == 1
+        else f"{len(members)} times, up to {longest['beyond_s']:.3g} s"
+    )
+    why = ", and nothing says why" if who == UNKNOWN else f" ({who})"
+    known = _pauses.who_pauses(t for row in members for t in (row["reason"], row["deliberate"]) if t)
+    return Finding(
+        rule=RULE.name,
+        status="found",
+        severity=_tails.severity(hurt),
+        basis="inferred",
+        title=f"{subject} stood still {times}{why}",
+        culprit=Party(
+            "process", who if known else name, {"instance": lane["instance"], "engine": lane["engine"]}
+        )
+        if known
+        else Party("engine", name, {"instance": lane["instance"]}),
+        victims=tuple(
+            Party(v.kind, v.id, {**v.detail, "requests_there": requests}) for v in _tails.victims(hurt)
+        ),
+        share_of_tail=hurt[0].share,
+        window_ns=(members[0]["start_ns"], max(row["end_ns"] for row in members)),
+        evidence=tuple(evidence),
+        counter_evidence=tuple(counter),
+        remedies=_pauses.remedies_for(known) or RULE.remedies,
+        confirm_by=RULE.confirm_by,
+        explains=_tails.explains(hurt),
+        claims=BEYOND_BATCH,
+    )
+
+
+RULE = Rule(
+    name="pause",
+    summary="The engine stood still, once or now and then.",
+    why=(
+        "Whatever stops an engine stops all requests in it and all that come meanwhile. A single stop of some seconds makes the "
+        "p99 of a whole test, and nothing in the requests themselves shows it."
+    ),
+    needs=("step_costs",),
+    missing="needs steps of an engine",
+    thresholds=(
+        Threshold(
+            "times", 2, "x the batch", "A step three times as long as its batch accounts for stood still."
+        ),
+        Threshold("most", 400, "steps", "The longest steps of an engine are those that anybody felt."),
+        Threshold(
+            "tail", 400, "steps", "So many of the longest show how the tail of ordinary steps goes on."
+        ),
+        Threshold(
+            "chance", 0.001, "", "Against a beat, or new shapes, by chance: what these rules decide by."
+        ),
+        Threshold(
+            "alone",
+            0.01,
+            "",
+            "Against the largest of steps that have a long tail. Of 400 worlds with a tail as x^-1.2 to x^-2 it calls 3 % so.",
+        ),
+        Threshold("apart", 10, "steps", "What comes more often than that is a kind of batch, not a pause."),
+        _tails.SHARE,
+        _tails.SLOWDOWN,
+    ),
+    remedies=(
+        Remedy(
+            "See what held the engine core: its log, the node's, and other processes at that time",
+            "server log about the time; dmesg; nvidia-smi --query-gpu=clocks_throttle_reasons.active; kubectl get events",
+            "any",
+            "Your time",
+        ),
+        Remedy(
+            "See whether Python's garbage collector is it, and in which process",
+            "VLLM_GC_DEBUG=1",
+            "vLLM V1, since about 0.11",
+            "A line in the log for each collection",
+        ),
+        Remedy(
+            "Have the log say more of what the engine does",
+            "--enable-logging-iteration-details, VLLM_LOGGING_LEVEL=DEBUG",
+            "vLLM V1; iteration details since about 0.28",
+            "A larger log",
+        ),
+        Remedy(
+            "Let the router send new requests elsewhere while an engine gives no tokens",
+            "router health check on vllm:generation_tokens_total standing still while vllm:num_requests_running > 0",
+            "any router",
+            "Some seconds of capacity at a false alarm",
+        ),
+    ),
+    confirm_by=(
+        "Sample the engine core's stack at the next stop (py-spy dump --pid): it shows who holds it up",
+        "Without what stopped it, replay the same load: the requests that were there have the latency of the others",
+    ),
+    decide=decide,
+)
