@@ -38,6 +38,10 @@ STORED = {table.name for table in TABLES} & set(VIEWS)
 DEFAULTS: dict[str, dict[str, Any]] = {
     "class_rows": {"observer": "engine", "basis": "requests", "slo_broken": False, "tail_rule": "above p99"},
     "joined": {"billed": True, "engine_saw": True, "status": "ok", "instance": "a"},
+    "client_rows": {
+        "metric": "TTFT", "observer": "client", "n": 1000, "n_eff": 500.0, "slo_broken": False, "tail_rule": "above p95", "with_gateway": 0,
+        "scaled": 0, "engine_p99_s": 0.2, "typical_gap_s": 0.01, "tail_gap_s": 0.9, "calm_p99_s": 0.3, "delayed": 0, "most_in_flight": 20,
+    },
     "coupling": {"n": 1000, "n_eff": 500, "culprit_requests": 5},
     "steps": {"instance": "a"},
     "profiles": {"instance": "a"},

@@ -20,6 +20,7 @@ from tailscope.ledger.lockstep import groups, load_ends, one_timeline
 from tailscope.ledger.recompute import write_told
 from tailscope.ledger.requests import Requests, culprit_classes, load_requests, load_steps
 from tailscope.ledger.stalls import MIN_STALL_STEPS, Gaps, Stalls, by_holder, load_gaps, resumption_ns
+from tailscope.model import ClassRow
 from tailscope.stats import Floats, Ints
 from tailscope.store import Trace
 
@@ -41,6 +42,8 @@ class Ledger:
     window_ns: tuple[int, int] = (0, 0)
     spread: int = 0
     spread_s: tuple[float, float] = (0.0, 0.0)
+    #: The classes as their clients saw them, beside the engine's view of the same requests.
+    clients: list[ClassRow] = field(default_factory=list)
 
 
 def write_bills(trace: Trace, limits: Mapping[str, Limits]) -> Ledger:

@@ -70,6 +70,7 @@ class Engine:
 
     `prefill_replicas`: so many more instances do the prefill and hand their KV cache over (`kv_transfer_*`); the
     replicas then only decode. `data_parallel` engines with `moe` run in lockstep and compute dummy batches when idle.
+    `skew`: so large a share of the requests goes to the first replica, whatever the routing says; the rest as it says.
     """
 
     replicas: int = 1
@@ -91,6 +92,7 @@ class Engine:
     kv_transfer_tokens_per_s: float = 200_000.0
     routing: Literal["round-robin", "least-loaded"] = "round-robin"
     max_num_queued_reqs: int | None = None
+    skew: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -193,10 +195,12 @@ class Fault:
     host-slow: the host of `rank` (or with all_ranks of each) launches `phase` and `layers` late, by `length_s` a step and
     `per_request_s` for each request of its batch; with `every_s` it stands still for `length_s` every so often, as for a
     garbage collection. first-shape: the first step of each size of a batch takes `length_s` more, as for compiling or
-    capturing a graph.
+    capturing a graph. network: a share `often` of the requests sent then is `length_s` longer on its way to the engines.
     """
 
-    kind: Literal["pause", "slow-rank", "slow-link", "frontend", "slow-replica", "host-slow", "first-shape"]
+    kind: Literal[
+        "pause", "slow-rank", "slow-link", "frontend", "slow-replica", "host-slow", "first-shape", "network"
+    ]
     name: str = ""
     from_s: float = 0.0
     to_s: float | None = None
@@ -232,6 +236,8 @@ class Telemetry:
     with the times of its chunks, or the result file of `vllm bench serve --save-detailed`. `profile_missing`: ranks
     whose profiles are lost. `profile_dropped`: share of what ran on a GPU, or of gloo's transfers, that the profiles lost,
     by buffers. `expert_load`: the trace has the tokens of each expert in the steps profiled (no file tells them).
+    `gateway`: the trace has the gateway's view of each request (no file tells it); `network_s` is then between client and
+    gateway.
     """
 
     spans: bool = True
@@ -248,6 +254,7 @@ class Telemetry:
     profile_missing: tuple[int, ...] = ()
     profile_dropped: float = 0.0
     expert_load: bool = False
+    gateway: bool = False
 
 
 @dataclass(frozen=True)

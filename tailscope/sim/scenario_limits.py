@@ -68,6 +68,7 @@ RANGES: dict[str, Range] = {
     "Engine.watermark": SHARE,
     "Engine.prefill_replicas": Range(0, 1024),
     "Engine.kv_transfer_tokens_per_s": Range(1),
+    "Engine.skew": SHARE,
     # Steps that cost nothing would never let time pass.
     "Cost.step": ABOVE_0,
     "Cost.noise": Range(0, 2),
@@ -124,12 +125,13 @@ READ_BY: dict[type, tuple[str, dict[str, tuple[str, ...]]]] = {
     Fault: (
         "kind",
         {
-            **dict.fromkeys(("rank", "phase", "layers", "often"), ("slow-rank", "slow-link", "host-slow")),
+            **dict.fromkeys(("rank", "phase", "layers"), ("slow-rank", "slow-link", "host-slow")),
+            "often": ("slow-rank", "slow-link", "host-slow", "network"),
             **dict.fromkeys(("side", "peer"), ("slow-link",)),
             **dict.fromkeys(("all_ranks", "per_request_s"), ("host-slow",)),
             "every_s": ("pause", "host-slow"),
             "reason": ("pause", "first-shape"),
-            "length_s": ("pause", "frontend", "host-slow", "first-shape"),
+            "length_s": ("pause", "frontend", "host-slow", "first-shape", "network"),
             "factor": ("slow-rank", "slow-link", "slow-replica"),
         },
     ),
