@@ -23,7 +23,12 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
             f"{worst['scaled']:,} of {worst['n']:,} requests lasted longer for the engine than for who waited for them: "
             "their ids may be those of others",
         )
-    hurt = [r for r in rows if r not in odd and matters(r, limits)]
+    sound = [r for r in rows if r not in odd]
+    hurt = [r for r in sound if matters(r, limits)]
+    standing = [r for r in sound if stands(r, limits)]
+    if not hurt and standing:
+        title = "all requests of a class wait before the engine"
+        return Decision("found", title, (for_all(standing),))
     if not hurt:
         most = max((share(r) for r in rows if r not in odd and r["excess_s"]), default=0.0)
         return Decision(
@@ -55,6 +60,61 @@ def is_limited(row: Row, limits: Mapping[str, float]) -> bool:
     )
 
 
+def stands(row: Row, limits: Mapping[str, float]) -> bool:
+    """Whether a queue is never empty, so that all wait alike and no tail stands out. A long way is no queue."""
+    waits = row["typical_gap_s"] >= limits["standing"] * (row["p50_s"] or 0.0)
+    return bool(row["metric"] == "TTFT" and waits and is_limited(row, limits))
+
+
+def for_all(standing: Sequence[Row]) -> Finding:
+    worst = max(standing, key=lambda r: r["typical_gap_s"] / r["p50_s"])
+    most = worst["most_in_flight"]
+    return Finding(
+        rule=RULE.name,
+        status="found",
+        severity=severity_of(worst["typical_gap_s"] / worst["p50_s"], any(r["slo_broken"] for r in standing)),
+        basis="measured",
+        title=f"All requests wait before the engine: no more than {most:,} are let in at once",
+        culprit=Party(
+            "process", "gateway" if worst["with_gateway"] else "in-flight limit", {"requests": most}
+        ),
+        victims=victims(standing),
+        share_of_tail=None,
+        window_ns=None if worst["first_ns"] is None else (worst["first_ns"], worst["last_ns"]),
+        evidence=(
+            Evidence(
+                f"typically {worst['typical_gap_s']:.3g} s of {worst['p50_s']:.3g} s TTFT of class {worst['klass']} as the "
+                f"{worst['observer']} saw it is not the engine's",
+                {key: worst[key] for key in ("typical_gap_s", "p50_s")},
+            ),
+            limit_evidence(worst),
+            *lost_evidence(worst),
+        ),
+        counter_evidence=(
+            Evidence("all wait alike: the tail is no longer than usual by this, the whole latency is"),
+            *against(worst),
+        ),
+        remedies=tuple(remedies(worst, True)),
+        confirm_by=RULE.confirm_by,
+    )
+
+
+def limit_evidence(row: Row) -> Evidence:
+    return Evidence(
+        f"{row['at_most_share']:.0%} of the {row['delayed']:,} delayed requests came to the engines when these had "
+        f"{row['delayed_in_flight']:.0f} requests (median), and they never had more than {row['most_in_flight']:,}: "
+        "a limit on requests in flight",
+        {k: row[k] for k in ("delayed", "delayed_in_flight", "most_in_flight", "at_most_share")},
+    )
+
+
+def lost_evidence(row: Row) -> list[Evidence]:
+    if not row["refused"] and not row["left_early"]:
+        return []
+    text = f"{row['refused']:,} requests were refused and {row['left_early']:,} given up that no engine saw"
+    return [Evidence(text, {"refused": row["refused"], "left_early": row["left_early"]})]
+
+
 def finding(hurt: Sequence[Row], limits: Mapping[str, float]) -> Finding:
     """`hurt`: the classes and metrics it is felt in, the worst first."""
     worst = hurt[0]
@@ -76,14 +136,7 @@ def finding(hurt: Sequence[Row], limits: Mapping[str, float]) -> Finding:
         )
     )
     if limited:
-        evidence.append(
-            Evidence(
-                f"{worst['at_most_share']:.0%} of the {worst['delayed']:,} delayed requests came to the engines when these had "
-                f"{worst['delayed_in_flight']:.0f} requests (median), and they never had more than {worst['most_in_flight']:,}: "
-                "a limit on requests in flight",
-                {k: worst[k] for k in ("delayed", "delayed_in_flight", "most_in_flight", "at_most_share")},
-            )
-        )
+        evidence.append(limit_evidence(worst))
     if worst["way_in_share"] is not None:
         evidence.append(
             Evidence(
@@ -92,13 +145,7 @@ def finding(hurt: Sequence[Row], limits: Mapping[str, float]) -> Finding:
                 {"way_in_share": worst["way_in_share"]},
             )
         )
-    if worst["refused"] or worst["left_early"]:
-        evidence.append(
-            Evidence(
-                f"{worst['refused']:,} requests were refused and {worst['left_early']:,} given up that no engine saw",
-                {"refused": worst["refused"], "left_early": worst["left_early"]},
-            )
-        )
+    evidence += lost_evidence(worst)
     # Where the p99 is withheld the sentence is about these requests, not about the service.
     quantile = "p99" if worst["p99_s"] is not None else "99 % point of these requests' "
     quantile = f"{quantile} {worst['metric']}".replace("  ", " ")
@@ -210,6 +257,12 @@ RULE = Rule(
             0.1,
             "0-1",
             "Where more requests last longer for the engine than for its client, rows of different requests are joined.",
+        ),
+        Threshold(
+            "standing",
+            0.5,
+            "x p50",
+            "Where all wait alike no tail stands out; most of the latency is still nobody's work.",
         ),
         Threshold("delayed", 10, "", "Fewer delayed requests say nothing of a limit."),
         Threshold(

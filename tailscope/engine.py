@@ -18,6 +18,7 @@ from tailscope.ledger.contrast import MIN_REQUESTS, write_contrast
 from tailscope.ledger.coupling import write_coupling
 from tailscope.ledger.engine_time import Limits
 from tailscope.ledger.histogram import ALL, histogram_rows
+from tailscope.ledger.replicas import write_replicas
 from tailscope.ledger.step_costs import write_step_costs
 from tailscope.ledger.upstream import write_upstream
 from tailscope.ledger.what_if import write_what_if
@@ -61,6 +62,7 @@ def prepare(trace: Trace, config: Config, scope: Scope) -> tuple[Ledger, list[Cl
     _register_class_rows(trace, classes)
     ledger.clients = write_upstream(trace, config.slos, scope.klass)
     write_coupling(trace)
+    write_replicas(trace)
     write_what_if(trace)
     return ledger, classes
 

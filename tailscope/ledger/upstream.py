@@ -152,7 +152,7 @@ def write_upstream(trace: Trace, slos: tuple[Slo, ...], klass: str | None) -> li
 
     A class has rows where at least MIN_REQUESTS of its requests were seen by a client, else by a gateway, beside an
     engine. `calm_p99_s`: the p99 with the time between client and engine at what is typical of the class. Of the `delayed`
-    requests, whose time before the first token is longer by DELAYED typical latencies: how many were at the engines when
+    requests, whose time before the engine is DELAYED typical TTFTs or more: how many were at the engines when
     one arrived (median), which share arrived when there were as many as ever (`most_in_flight`), as under a limit, and
     which share of the time lay on the way in, where the clocks tell.
     """
@@ -208,8 +208,7 @@ def _stays(trace: Trace) -> tuple[Ints, Ints]:
 
 def _limited(seen: _Class, arrivals: Ints, ends: Ints) -> dict[str, Any]:
     """Whether requests that come late to the engines come when these have as many as they ever have."""
-    typical = float(np.median(seen.gap_before))
-    delayed = seen.gap_before - typical > DELAYED * float(np.median(seen.ttft))
+    delayed = seen.gap_before > DELAYED * float(np.median(seen.ttft))
     # One that is done as another comes has made room for it.
     there = np.searchsorted(arrivals, arrivals, side="right") - np.searchsorted(ends, arrivals, side="right")
     most = int(there.max(initial=0))
