@@ -17,6 +17,7 @@ from tailscope.ledger.bills import Ledger, write_bills
 from tailscope.ledger.contrast import MIN_REQUESTS, write_contrast
 from tailscope.ledger.coupling import write_coupling
 from tailscope.ledger.engine_time import Limits
+from tailscope.ledger.hidden import write_hidden
 from tailscope.ledger.histogram import ALL, histogram_rows
 from tailscope.ledger.replicas import write_replicas
 from tailscope.ledger.step_costs import write_step_costs
@@ -63,6 +64,7 @@ def prepare(trace: Trace, config: Config, scope: Scope) -> tuple[Ledger, list[Cl
     ledger.clients = write_upstream(trace, config.slos, scope.klass)
     write_coupling(trace)
     write_replicas(trace)
+    write_hidden(trace)
     write_what_if(trace)
     return ledger, classes
 

@@ -198,16 +198,18 @@ def _bookings(time: EngineTime, r: Requests, mine: slice, gaps: Gaps, engines: i
     how many they may have run."""
     wait, queue, prefill, decode = r.phases()
     instants = np.cumsum([r.arrival_ns, wait, queue, prefill, decode], axis=0)
-    arrived, queued, scheduled, first, last = (Place(time.steps, instant) for instant in instants)
+    queued, scheduled, first, last = (Place(time.steps, instant) for instant in instants[1:])
 
     def held(start: Place, end: Place) -> list[Floats]:
         return [time.between(sums, start, end) for sums in time.held_by]
 
+    # The engine reads its input between steps: what lasts longer than those in work is the front end's.
+    handed = Place(time.steps, np.maximum(instants[0], time.steps.start_ns[in_work(queued)]))
     waiting: Parts = {
-        ("step_wait", None): time.between(time.base, arrived, queued),
-        ("unexplained", None): time.between(time.unexplained, arrived, queued),
-        **_lost(time, arrived, queued),
-        **_others_prefill("others_prefill_before", time, arrived, queued),
+        ("step_wait", None): time.between(time.base, handed, queued),
+        ("unexplained", None): time.between(time.unexplained, handed, queued),
+        **_lost(time, handed, queued),
+        **_others_prefill("others_prefill_before", time, handed, queued),
     }
     queueing: Parts = {
         ("pause", None): time.between(time.pause, queued, scheduled),
@@ -256,6 +258,12 @@ def _bookings(time: EngineTime, r: Requests, mine: slice, gaps: Gaps, engines: i
         Booking("prefill", prefill, prefilling, "unexplained"),
         Booking("decode", decode, decoding, "unexplained"),
     ]
+
+
+def in_work(queued: Place) -> NDArray[np.intp]:
+    """The first of the steps that a request can have waited for before it was read: the one that ended then, or with
+    asynchronous scheduling the one before it."""
+    return np.asarray(np.maximum(queued.boundary() - 2, 0))
 
 
 def _losses(time: EngineTime) -> dict[str, Floats]:

@@ -24,54 +24,52 @@ from tailscope.store import Trace
 MIN_REQUESTS = 20
 #: The time that all replicas served is cut into so many blocks, each of at least so long, and so many are needed.
 BLOCKS, BLOCK_NS, LEAST_BLOCKS = 20, 2_000_000_000, 8
-#: Load in one block lasts into the next; at least a third of the blocks count as independent.
-INDEPENDENT = 1 / 3
+#: Load in one block lasts into the next; at least half of the blocks count as independent.
+INDEPENDENT = 0.5
 #: Steps that two replicas must have in like batches before their pace is compared.
 MIN_STEPS = 200
 METRICS = ("TTFT", "TPOT", "E2E")
 
-_REPLICAS = pa.schema(
-    {
-        "instance": pa.string(),
-        "engine": pa.int64(),
-        "model": pa.string(),
-        "peers": pa.int64(),
-        # Whether it is one of several engines of its instance.
-        "of_several": pa.bool_(),
-        "requests": pa.int64(),
-        "blocks": pa.int64(),
-        "slower": pa.float64(),
-        "p_value": pa.float64(),
-        "slower_blocks": pa.int64(),
-        "load": pa.float64(),
-        "load_p_value": pa.float64(),
-        "load_of": pa.string(),
-        "pace": pa.float64(),
-        "pace_steps": pa.int64(),
-        "cached": pa.float64(),
-        "peers_cached": pa.float64(),
-        "running": pa.float64(),
-        "peers_running": pa.float64(),
-        "waiting": pa.float64(),
-        "peers_waiting": pa.float64(),
-        "kv_usage": pa.float64(),
-        "peers_kv_usage": pa.float64(),
-        "first_ns": pa.int64(),
-        "last_ns": pa.int64(),
-    }
-)
-_TAILS = pa.schema(
-    {
-        "instance": pa.string(),
-        "engine": pa.int64(),
-        "klass": pa.string(),
-        "metric": pa.string(),
-        "lost_s": pa.float64(),
-        "tail_share": pa.float64(),
-        "p99_s": pa.float64(),
-        "peers_p99_s": pa.float64(),
-    }
-)
+_OF_REPLICA: dict[str, pa.DataType] = {
+    "instance": pa.string(),
+    "engine": pa.int64(),
+    "model": pa.string(),
+    "peers": pa.int64(),
+    # Whether it is one of several engines of its instance.
+    "of_several": pa.bool_(),
+    "requests": pa.int64(),
+    "blocks": pa.int64(),
+    "slower": pa.float64(),
+    "p_value": pa.float64(),
+    "slower_blocks": pa.int64(),
+    "load": pa.float64(),
+    "load_p_value": pa.float64(),
+    "load_of": pa.string(),
+    "pace": pa.float64(),
+    "pace_steps": pa.int64(),
+    "cached": pa.float64(),
+    "peers_cached": pa.float64(),
+    "running": pa.float64(),
+    "peers_running": pa.float64(),
+    "waiting": pa.float64(),
+    "peers_waiting": pa.float64(),
+    "kv_usage": pa.float64(),
+    "peers_kv_usage": pa.float64(),
+    "first_ns": pa.int64(),
+    "last_ns": pa.int64(),
+}
+_REPLICAS = pa.schema(list(_OF_REPLICA.items()))
+_OF_TAIL: dict[str, pa.DataType] = {
+    "instance": pa.string(),
+    "engine": pa.int64(),
+    "klass": pa.string(),
+    "metric": pa.string(),
+    "lost_s": pa.float64(),
+    "tail_share": pa.float64(),
+    "p99_s": pa.float64(),
+    "peers_p99_s": pa.float64(),
+}
+_TAILS = pa.schema(list(_OF_TAIL.items()))
 _LOADED = """
 SELECT rid, dense_rank() OVER (ORDER BY instance, coalesce(engine, -1)) - 1 AS unit,
        dense_rank() OVER (ORDER BY klass) - 1 AS klass, arrival_ns, ttft_ns / 1e9 AS ttft, e2e_ns / 1e9 AS e2e,
@@ -135,17 +133,17 @@ def write_replicas(trace: Trace) -> None:
         batches, state = trace.rows(_PACE), {(r["instance"], r["engine"]): r for r in trace.rows(_STATE)}
         members = _tail_members(trace, names)
         for group in compared:
-            for row, unit in _held_against(units, served, group):
-                named = {key: units[unit][key] for key in ("instance", "engine", "model", "of_several")}
+            for row, number in _held_against(units, served, group):
+                named = {key: units[number][key] for key in ("instance", "engine", "model", "of_several")}
                 rows.append(
                     {
                         **named,
                         **row,
-                        **_pace(units, group, unit, batches),
-                        **_state(units, group, unit, state),
+                        **_pace(units, group, number, batches),
+                        **_state(units, group, number, state),
                     }
                 )
-                tails += [{**named, **tail} for tail in _tails(served, group, unit, members, names)]
+                tails += [{**named, **tail} for tail in _tails(served, group, number, members, names)]
     trace.create("replicas", pa.Table.from_pylist([_only(row, _REPLICAS) for row in rows], schema=_REPLICAS))
     trace.create("replica_tails", pa.Table.from_pylist([_only(row, _TAILS) for row in tails], schema=_TAILS))
 
@@ -311,7 +309,7 @@ def _state(
     state: dict[tuple[str, int | None], dict[str, Any]],
 ) -> dict[str, Any]:
     """What ran, waited and was held on the engine and on its peers, as means over the time of its steps."""
-    result = {}
+    result: dict[str, Any] = {}
     for name in ("running", "waiting", "kv_usage"):
         means: dict[bool, list[float]] = {True: [], False: []}
         for other in group:

@@ -102,32 +102,31 @@ CREATE OR REPLACE TEMP TABLE client_members
 (klass VARCHAR, metric VARCHAR, id BIGINT, before_weight DOUBLE, decode_weight DOUBLE, tail BOOLEAN)
 """
 #: What beside its quantiles is known of a class as its clients see it, for rules.
-_ROWS = pa.schema(
-    {
-        "klass": pa.string(),
-        "metric": pa.string(),
-        "observer": pa.string(),
-        "n": pa.int64(),
-        "n_eff": pa.float64(),
-        "p50_s": pa.float64(),
-        "p99_s": pa.float64(),
-        "excess_s": pa.float64(),
-        "tail_rule": pa.string(),
-        "tail_n": pa.int64(),
-        "slo_broken": pa.bool_(),
-        "with_gateway": pa.int64(),
-        "scaled": pa.int64(),
-        "engine_p99_s": pa.float64(),
-        "typical_gap_s": pa.float64(),
-        "tail_gap_s": pa.float64(),
-        "calm_p99_s": pa.float64(),
-        "delayed": pa.int64(),
-        "delayed_in_flight": pa.float64(),
-        "most_in_flight": pa.int64(),
-        "at_most_share": pa.float64(),
-        "way_in_share": pa.float64(),
-    }
-)
+_FIELDS: dict[str, pa.DataType] = {
+    "klass": pa.string(),
+    "metric": pa.string(),
+    "observer": pa.string(),
+    "n": pa.int64(),
+    "n_eff": pa.float64(),
+    "p50_s": pa.float64(),
+    "p99_s": pa.float64(),
+    "excess_s": pa.float64(),
+    "tail_rule": pa.string(),
+    "tail_n": pa.int64(),
+    "slo_broken": pa.bool_(),
+    "with_gateway": pa.int64(),
+    "scaled": pa.int64(),
+    "engine_p99_s": pa.float64(),
+    "typical_gap_s": pa.float64(),
+    "tail_gap_s": pa.float64(),
+    "calm_p99_s": pa.float64(),
+    "delayed": pa.int64(),
+    "delayed_in_flight": pa.float64(),
+    "most_in_flight": pa.int64(),
+    "at_most_share": pa.float64(),
+    "way_in_share": pa.float64(),
+}
+_ROWS = pa.schema(list(_FIELDS.items()))
 
 
 @dataclass(frozen=True)

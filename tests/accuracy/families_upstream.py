@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from families import LET_IN, Family, Rng, chat, cost, engine, long_prompts, telemetry, uniform, world
 
 from tailscope.sim.scenario import Cause, Fault, Gateway, Scenario, Sizes
+
+Routing = Literal["round-robin", "least-loaded"]
 
 # -- before the engine -------------------------------------------------------------------------
 
@@ -71,20 +74,13 @@ def roomy_gateway(rng: Rng, _: float) -> Scenario:
 # -- replicas ----------------------------------------------------------------------------------
 
 
-def loaded(rng: Rng, replicas: int, rate: float) -> dict[str, object]:
-    """Replicas whose steps take longer with more to do, at a rate for each of them."""
-    one = cost(rng)
-    # A decoding request costs enough for load to be felt.
-    dear = replace(one, decode_request=one.step * float(rng.uniform(0.03, 0.08)))
-    return {"cost": dear, "engine": engine(rng, replicas=replicas), "loads": (chat(rng, rate * replicas),)}
-
-
-def spread(rng: Rng, **changes: object) -> Scenario:
+def spread(rng: Rng, routing: Routing = "round-robin") -> Scenario:
+    """Two to four replicas whose steps take longer with more to do: a decoding request costs enough for load to be felt."""
     replicas = int(rng.choice([2, 3, 4]))
-    parts = loaded(rng, replicas, uniform(rng, 3.5, 6))
-    loads = parts.pop("loads")
-    made = replace(parts.pop("engine"), **changes)  # type: ignore[type-var]
-    return world(rng, *loads, engine=made, **parts)  # type: ignore[misc, arg-type]
+    base = cost(rng)
+    dear = replace(base, decode_request=base.step * float(rng.uniform(0.05, 0.1)))
+    made = engine(rng, replicas=replicas, routing=routing)
+    return world(rng, chat(rng, uniform(rng, 4, 6.5) * replicas), engine=made, cost=dear)
 
 
 def skewed(rng: Rng, strength: float) -> Scenario:
@@ -99,8 +95,7 @@ def skewed(rng: Rng, strength: float) -> Scenario:
 
 def slow_replica(rng: Rng, strength: float) -> Scenario:
     """One replica whose steps all take longer."""
-    routing = "least-loaded" if rng.random() < 0.5 else "round-robin"
-    one = spread(rng, routing=routing)
+    one = spread(rng, "least-loaded" if rng.random() < 0.5 else "round-robin")
     fault = Fault("slow-replica", "weak", replica=int(rng.integers(one.engine.replicas)), factor=1 + strength)
     cause = Cause("replica-imbalance", f"instance:vllm-{fault.replica}", (), {"faults": ["weak"]})
     return replace(one, faults=(fault,), causes=(cause,))
@@ -108,7 +103,7 @@ def slow_replica(rng: Rng, strength: float) -> Scenario:
 
 def by_chance(rng: Rng, _: float) -> Scenario:
     """Replicas alike, requests of very different sizes dealt out in turn: uneven by chance alone."""
-    one = spread(rng, routing="round-robin" if rng.random() < 0.7 else "least-loaded")
+    one = spread(rng, "round-robin" if rng.random() < 0.7 else "least-loaded")
     load = replace(
         one.loads[0],
         prompt_tokens=Sizes(uniform(rng, 150, 400), 0.9, 8, 3_000),
@@ -178,6 +173,6 @@ FAMILIES: tuple[Family, ...] = (
     Family("uneven by chance", "decoy", by_chance, "replicas alike, sizes of requests very different"),
     Family("one paused", "decoy", one_paused, "one replica stands still once"),
     Family("slow front end", "fault", slow_front_end, "an API server slow for a while", (0.3, 1, 3)),
-    Family("crowded front end", "fault", crowded_front_end, "an API server too busy for bursts", (1, 1.7)),
+    Family("crowded front end", "fault", crowded_front_end, "an API server too busy for bursts", (0.6, 1)),
     Family("aborts unseen", "decoy", aborted_unseen, "requests in the engine that no span tells of"),
 )
