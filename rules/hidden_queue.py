@@ -18,10 +18,14 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
     trace = rows[0]
     hurt = sorted((r for r in rows if matters(r, limits)), key=share, reverse=True)
     if not hurt:
-        return Decision(
-            "clear",
+        text = (
             f"requests are typically {trace['usual_wait_s'] or 0.0:.3g} s in the API server before the engine has them, and no tail is "
-            "longer by it",
+            "longer by it"
+        )
+        if trace["counted_on"]:
+            return Decision("clear", text)
+        return Decision(
+            "inconclusive", f"{text}, as far as two clocks tell without steps that say what runs and waits"
         )
     if trace["counted_on"] and (trace["hidden_s"] or 0.0) < limits["counted"] * (trace["long_s"] or 0.0):
         return Decision(
