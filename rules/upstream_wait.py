@@ -15,12 +15,12 @@ Row = Mapping[str, Any]
 def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
     if not rows:
         return Decision("no-data", RULE.missing)
-    odd = [r for r in rows if (r["scaled"] or 0) > limits["odd"] * r["n"]]
+    odd = [r for r in rows if (r["longer"] or 0) > limits["odd"] * r["n"]]
     if len(odd) == len(rows):
-        worst = max(odd, key=lambda r: r["scaled"] / r["n"])
+        worst = max(odd, key=lambda r: r["longer"] / r["n"])
         return Decision(
             "inconclusive",
-            f"{worst['scaled']:,} of {worst['n']:,} requests lasted longer for the engine than for who waited for them: "
+            f"{worst['longer']:,} of {worst['n']:,} requests lasted longer for the engine than for who waited for them: "
             "their ids may be those of others",
         )
     sound = [r for r in rows if r not in odd]
@@ -39,8 +39,10 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
 
 
 def seconds(row: Row) -> float:
-    """Of the excess, what lies before the engine."""
-    return float(row["gateway_s"] + row["network_s"] + row["upstream_s"])
+    """Of the excess, what lies before the engine. A first token that comes late, and the next ones at once, makes no longer
+    answer: no more than what whole latencies are apart."""
+    parts = row["gateway_s"] + row["network_s"] + row["upstream_s"]
+    return float(min(parts, max(0.0, row["tail_gap_s"] - row["typical_gap_s"])))
 
 
 def share(row: Row) -> float:

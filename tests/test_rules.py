@@ -40,7 +40,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "joined": {"billed": True, "engine_saw": True, "status": "ok", "instance": "a"},
     "client_rows": {
         "metric": "TTFT", "observer": "client", "n": 1000, "n_eff": 500.0, "slo_broken": False, "tail_rule": "above p95", "with_gateway": 0,
-        "scaled": 0, "engine_p99_s": 0.2, "typical_gap_s": 0.01, "tail_gap_s": 0.9, "calm_p99_s": 0.3, "delayed": 0, "most_in_flight": 20,
+        "longer": 0, "engine_p99_s": 0.2, "typical_gap_s": 0.01, "tail_gap_s": 5.0, "calm_p99_s": 0.3, "delayed": 0, "most_in_flight": 20,
     },
     "replicas": {
         "engine": 0, "peers": 2, "of_several": False, "requests": 500, "blocks": 20, "slower": 1.0, "p_value": 1.0, "slower_blocks": 10,

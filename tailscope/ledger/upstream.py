@@ -55,7 +55,9 @@ SELECT rid, klass, instance, observer, arrival_ns, client_arrival_ns, before_ns,
        engine_before_ns, engine_after_ns, has_gateway,
        CASE WHEN has_gateway THEN least(greatest(gateway_before_ns, engine_before_ns), before_ns) - engine_before_ns ELSE 0 END AS in_gateway_before_ns,
        CASE WHEN has_gateway THEN least(greatest(gateway_after_ns, engine_after_ns), after_ns) - engine_after_ns ELSE 0 END AS in_gateway_after_ns,
-       greatest(ttft_ns - before_ns, 0) + greatest(decode_ns - after_ns, 0) AS scaled_ns
+       greatest(ttft_ns - before_ns, 0) + greatest(decode_ns - after_ns, 0) AS scaled_ns,
+       -- Chunks that come late and the next ones at once shift time between the two parts; the whole cannot be shorter.
+       greatest(ttft_ns - before_ns, ttft_ns + decode_ns - before_ns - after_ns, 0) AS longer_ns
 FROM nested
 """
 _LINES = """
@@ -115,7 +117,7 @@ _FIELDS: dict[str, pa.DataType] = {
     "tail_n": pa.int64(),
     "slo_broken": pa.bool_(),
     "with_gateway": pa.int64(),
-    "scaled": pa.int64(),
+    "longer": pa.int64(),
     "engine_p99_s": pa.float64(),
     "typical_gap_s": pa.float64(),
     "tail_gap_s": pa.float64(),
@@ -131,14 +133,15 @@ _ROWS = pa.schema(list(_FIELDS.items()))
 
 @dataclass(frozen=True)
 class _Class:
-    """What the clients of a class saw, arrays of one length, seconds; `gap`: not the engine's."""
+    """What the clients of a class saw, arrays of one length, seconds. `gap_before`, `gap`: by how much TTFT and E2E are
+    longer than the engine's."""
 
     rid: NDArray[np.int64]
     times_ns: NDArray[np.int64]
     ttft: Floats
     e2e: Floats
     gap_before: Floats
-    gap_after: Floats
+    gap: Floats
     #: On the way to the engine, by the two clocks, and how exactly these are known; NaN where they are not.
     way_in: Floats
     clock_error: Floats
@@ -163,7 +166,7 @@ def write_upstream(trace: Trace, slos: tuple[Slo, ...], klass: str | None) -> li
     more: list[dict[str, Any]] = []
     for entry in trace.rows(
         "SELECT klass, observer, count(*) AS n, count(*) FILTER (WHERE has_gateway) AS with_gateway, "
-        "count(*) FILTER (WHERE scaled_ns > $rounding) AS scaled "
+        "count(*) FILTER (WHERE longer_ns > $rounding) AS longer "
         "FROM client_bills WHERE $klass IS NULL OR klass = $klass GROUP BY klass, observer HAVING count(*) >= $least "
         # The outermost view that there is in number.
         "QUALIFY row_number() OVER (PARTITION BY klass ORDER BY observer) = 1 ORDER BY klass",
@@ -232,7 +235,7 @@ def _limited(seen: _Class, arrivals: Ints, ends: Ints) -> dict[str, Any]:
 def _load(trace: Trace, klass: str, observer: str) -> _Class:
     columns = trace.connection.execute(
         "SELECT rid, arrival_ns, before_ns, after_ns, before_ns - engine_before_ns AS gap_before, "
-        "after_ns - engine_after_ns AS gap_after, computed, output, "
+        "greatest(before_ns + after_ns - ttft_ns - decode_ns, 0) AS gap, computed, output, "
         "CASE WHEN NOT crossed THEN (arrival_ns - client_arrival_ns - offset_ns) / 1e9 END AS way_in, "
         "CASE WHEN NOT crossed THEN error_ns / 1e9 END AS clock_error "
         "FROM client_bills LEFT JOIN client_clock USING (instance) WHERE klass = $klass AND observer = $observer ORDER BY rid",
@@ -245,7 +248,7 @@ def _load(trace: Trace, klass: str, observer: str) -> _Class:
         before,
         before + after,
         np.asarray(columns["gap_before"]) / 1e9,
-        np.asarray(columns["gap_after"]) / 1e9,
+        np.asarray(columns["gap"]) / 1e9,
         _floats(columns["way_in"]),
         _floats(columns["clock_error"]),
         np.asarray(columns["computed"], np.float64),
@@ -270,7 +273,7 @@ def _contrasted(
     result = []
     for metric, values, gap in (
         ("TTFT", seen.ttft, seen.gap_before),
-        ("E2E", seen.e2e, seen.gap_before + seen.gap_after),
+        ("E2E", seen.e2e, seen.gap),
     ):
         row, tail = contrast.describe(name, metric, entry["observer"], values, seen.times_ns)
         assert tail is not None  # the class has MIN_REQUESTS
@@ -286,7 +289,7 @@ def _contrasted(
         calm = values - np.maximum(gap - typical_gap, 0.0)
         known = {
             "with_gateway": entry["with_gateway"],
-            "scaled": entry["scaled"],
+            "longer": entry["longer"],
             "engine_p99_s": float(np.quantile(values - gap, 0.99)),
             "typical_gap_s": typical_gap,
             "tail_gap_s": float(gap[tail].mean()),
