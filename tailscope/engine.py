@@ -17,13 +17,16 @@ from tailscope.ledger.bills import Ledger, write_bills
 from tailscope.ledger.contrast import MIN_REQUESTS, write_contrast
 from tailscope.ledger.coupling import write_coupling
 from tailscope.ledger.engine_time import Limits
+from tailscope.ledger.hidden import write_hidden
 from tailscope.ledger.histogram import ALL, histogram_rows
 from tailscope.ledger.holders import write_holders
 from tailscope.ledger.kv import write_kv
 from tailscope.ledger.left_out import write_left_out
 from tailscope.ledger.long_steps import write_long_steps
 from tailscope.ledger.prompt_cache import write_cache_losses
+from tailscope.ledger.replicas import write_replicas
 from tailscope.ledger.step_costs import write_step_costs
+from tailscope.ledger.upstream import write_upstream
 from tailscope.ledger.what_if import write_what_if
 from tailscope.model import Check, ClassRow, Decision, Diagnosis, Finding, Rule, Verdict, VerdictStatus
 from tailscope.ranks.compared import write_ranks
@@ -68,7 +71,10 @@ def prepare(trace: Trace, config: Config, scope: Scope) -> tuple[Ledger, list[Cl
         classes += histogram_rows(trace, config.slos)
     _register_class_rows(trace, classes)
     write_kv(trace)
+    ledger.clients = write_upstream(trace, config.slos, scope.klass)
     write_coupling(trace)
+    write_replicas(trace)
+    write_hidden(trace)
     write_what_if(trace)
     return ledger, classes
 
@@ -83,11 +89,11 @@ def diagnose(trace: Trace, config: Config, scope: Scope | None = None) -> Diagno
         checks.append(Check(rule.name, decision.status, decision.reason))
         findings += decision.findings
     findings.sort(key=_worst_first)
-    explained = _explained(trace, findings, classes)
+    explained = _explained(trace, findings, classes, ledger.clients)
     return Diagnosis(
         trace=_about(trace),
         verdict=_verdict(trace, ledger, classes, checks, findings, explained),
-        classes=tuple(classes),
+        classes=(*classes, *ledger.clients),
         checks=tuple(checks),
         findings=tuple(findings),
         trust=trust.checks(trace, ledger, classes),
@@ -148,11 +154,14 @@ def _limits(trace: Trace) -> dict[str, Limits]:
     return {row["instance"]: Limits(row["tokens"] or None, row["requests"] or None) for row in rows}
 
 
-def _explained(trace: Trace, findings: Sequence[Finding], classes: Sequence[ClassRow]) -> float | None:
+def _explained(
+    trace: Trace, findings: Sequence[Finding], classes: Sequence[ClassRow], clients: Sequence[ClassRow]
+) -> float | None:
     """Share of the excess of the metrics that findings name which they explain together.
 
     Of each class and metric at most all of its excess. Findings of one class and metric claim different components; of
-    rules that claim the same one the most counts.
+    rules that claim the same one the most counts. What a finding explains of a client's view is keyed by class, metric
+    and observer, so that the engine's view of the same requests stays apart.
     """
     claimed: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
     for finding in findings:
@@ -163,13 +172,15 @@ def _explained(trace: Trace, findings: Sequence[Finding], classes: Sequence[Clas
                     finding.claims or finding.rule, {}
                 )
                 by_rule[finding.rule] = by_rule.get(finding.rule, 0.0) + seconds
+    rows = [((row.klass, row.metric), row) for row in classes]
+    rows += [((row.klass, f"{row.metric}\t{row.observer}"), row) for row in clients]
     shares = [
         min(
             1.0,
-            sum(max(by_rule.values()) for by_rule in claimed[row.klass, row.metric].values()) / row.excess_s,
+            sum(max(by_rule.values()) for by_rule in claimed[key].values()) / row.excess_s,
         )
-        for row in classes
-        if (row.klass, row.metric) in claimed and row.excess_s
+        for key, row in rows
+        if key in claimed and row.excess_s
     ]
     return sum(shares) / len(shares) if shares else None
 

@@ -60,7 +60,8 @@ def finding(diagnosis: Diagnosis, rule: str) -> Finding:
 
 
 def row(diagnosis: Diagnosis, klass: str, metric: str) -> ClassRow:
-    (found,) = [r for r in diagnosis.classes if (r.klass, r.metric) == (klass, metric)]
+    # The engine's view comes first.
+    found, *_ = [r for r in diagnosis.classes if (r.klass, r.metric) == (klass, metric)]
     return found
 
 

@@ -38,6 +38,16 @@ STORED = {table.name for table in TABLES} & set(VIEWS)
 DEFAULTS: dict[str, dict[str, Any]] = {
     "class_rows": {"observer": "engine", "basis": "requests", "slo_broken": False, "tail_rule": "above p99"},
     "joined": {"billed": True, "engine_saw": True, "status": "ok", "instance": "a"},
+    "client_rows": {
+        "metric": "TTFT", "observer": "client", "n": 1000, "n_eff": 500.0, "slo_broken": False, "tail_rule": "above p95", "with_gateway": 0,
+        "longer": 0, "engine_p99_s": 0.2, "typical_gap_s": 0.01, "tail_gap_s": 5.0, "calm_p99_s": 0.3, "delayed": 0, "most_in_flight": 20,
+    },
+    "replicas": {
+        "engine": 0, "peers": 2, "of_several": False, "requests": 500, "blocks": 20, "slower": 1.0, "p_value": 1.0, "slower_blocks": 10,
+        "load": 1.0, "load_p_value": 1.0, "load_of": "requests", "first_ns": 10, "last_ns": 90,
+    },
+    "replica_tails": {"engine": 0, "metric": "TTFT", "tail_share": 0.8, "p99_s": 2.0, "peers_p99_s": 1.0},
+    "hidden": {"hidden_s": 0.0, "there_s": 100.0, "most_hidden": 0, "most_known": 20},
     "coupling": {"n": 1000, "n_eff": 500, "culprit_requests": 5},
     "steps": {"instance": "a"},
     "profiles": {"instance": "a"},

@@ -1,7 +1,7 @@
 """From raw tables to aligned ones: observers of a request joined, steps in order, coverage of both.
 
-Leaves temporary tables in the trace's connection: `observed`, `steps`, `joined`, `client_clock`, `coverage`,
-`scheduled`, `configured`, `counters`, `histograms`.
+Leaves temporary tables in the trace's connection: `observed`, `steps`, `joined`, `client_clock`, `gateway_clock`,
+`coverage`, `scheduled`, `configured`, `counters`, `histograms`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ MOST_SHARED = 64
 FAR_NS = 86_400_000_000_000
 #: Clocks step or drift where fewer of the requests than this agree on one offset; odd ids are rarer.
 AGREEING = 0.95
+#: Whose rows are the client's: a gateway is the client where no other is known.
+CLIENT_SIDE = """
+(view = 'client' OR view = 'gateway' AND instance NOT IN (SELECT instance FROM observed WHERE view = 'client'))
+"""
 #: What a value must be to be one: an instant before 2096, a duration of at most some years, a number of things.
 #: Others are as good as unknown, and their sums would overflow.
 BELIEVABLE = """
@@ -55,10 +59,16 @@ def align(trace: Trace, config: Config, scope: Scope) -> None:
     con.execute(class_macro(config.classes))
     con.execute(sql_of(__name__, "observed"), scope.parameters)
     con.execute(sql_of(__name__, "steps"), {"instance": scope.instance})
-    _client_clock(trace)
-    _pair(trace, "core_pairs", "request_id", "view = 'front'", "view = 'core'", with_clock=False)
+    _clock(trace, "client_clock", CLIENT_SIDE)
+    _clock(trace, "gateway_clock", "view = 'gateway'")
+    _pair(trace, "core_pairs", "request_id", "view = 'front'", "view = 'core'", None)
     engine_rows = "(view = 'front' OR view = 'core' AND oid NOT IN (SELECT b FROM core_pairs))"
-    _pair(trace, "client_pairs", "shared_id", "view IN ('client', 'gateway')", engine_rows, with_clock=True)
+    _pair(trace, "client_pairs", "shared_id", "view = 'client'", engine_rows, "client_clock")
+    _pair(trace, "gateway_pairs", "shared_id", "view = 'gateway'", engine_rows, "gateway_clock")
+    # What no engine saw may have been refused by the gateway.
+    alone = "view = 'client' AND oid NOT IN (SELECT a FROM client_pairs)"
+    refused = "view = 'gateway' AND oid NOT IN (SELECT a FROM gateway_pairs)"
+    _pair(trace, "edge_pairs", "shared_id", alone, refused, "client_clock")
     con.execute(sql_of(__name__, "joined"))
     con.execute(sql_of(__name__, "coverage"))
     con.execute(sql_of(__name__, "scheduled"))
@@ -83,15 +93,15 @@ def class_macro(classes: tuple[RequestClass, ...]) -> str:
     return f"CREATE OR REPLACE TEMP MACRO class_of({columns}) AS CASE {' '.join(cases)} ELSE NULL END"
 
 
-def _pair(trace: Trace, name: str, key: str, left: str, right: str, *, with_clock: bool) -> None:
+def _pair(trace: Trace, name: str, key: str, left: str, right: str, clock: str | None) -> None:
     """Pair rows of `observed` that share an id and overlap in time, closest ends first, each row once.
 
     `name` gets (a, b): a from `left`, b from `right`; `name`_crowded the ids that were left out because too
-    many rows share them. Answers to one call (n > 1) end in one order for all observers. Rounds, because
+    many rows share them. `clock` has the offset of the right's clock by instance. Answers to one call (n > 1) end in one order for all observers. Rounds, because
     where other requests share an id two may be closest to the same other; those equally close pair in order.
     """
     con = trace.connection
-    offset = "coalesce(clock.offset_ns, 0)" if with_clock else "0"
+    offset = "coalesce(clock.offset_ns, 0)" if clock else "0"
     place = f"""
         row_number() OVER (same ORDER BY finished_ns, oid) AS nth, count(*) OVER same AS many,
         max(arrival_ns) OVER same - min(arrival_ns) OVER same <= {SLACK_NS} AS together
@@ -119,7 +129,7 @@ def _pair(trace: Trace, name: str, key: str, left: str, right: str, *, with_cloc
                     ELSE coalesce(abs(a.finished_ns - (b.finished_ns - {offset})), {FAR_NS})
                          + abs(coalesce(a.e2e_ns - b.e2e_ns, 0)) END AS distance
         FROM lefts a JOIN rights b ON a.instance = b.instance AND a.{key} = b.{key}
-        LEFT JOIN client_clock clock ON clock.instance = a.instance
+        LEFT JOIN {clock or "client_clock"} clock ON clock.instance = a.instance
         WHERE b.arrival_ns - {offset} <= coalesce(a.finished_ns, a.arrival_ns) + {SLACK_NS}
           AND coalesce(b.finished_ns, b.arrival_ns) - {offset} >= a.arrival_ns - {SLACK_NS}
         """
@@ -140,8 +150,8 @@ def _pair(trace: Trace, name: str, key: str, left: str, right: str, *, with_cloc
     con.execute("DROP TABLE candidates")
 
 
-def _client_clock(trace: Trace) -> None:
-    """client_clock: per instance, bounds of (engine's clock - client's clock) from the requests both saw.
+def _clock(trace: Trace, name: str, outer: str) -> None:
+    """client_clock, gateway_clock: per instance, bounds of (engine's clock - its clock) from the requests both saw.
 
     A request cannot arrive before it was sent (upper bound) nor be answered after the answer was had (lower
     bound): Paxson-style one-way bounds (SIGMETRICS 1998), of all requests of an id together. The bounds are
@@ -150,14 +160,15 @@ def _client_clock(trace: Trace) -> None:
     """
     trace.connection.execute(
         f"""
-        CREATE OR REPLACE TEMP TABLE client_clock AS
+        CREATE OR REPLACE TEMP TABLE {name} AS
         WITH sides AS (
             SELECT instance, shared_id, view IN ('client', 'gateway') AS is_client,
                    -- The core's times are those of its record, which comes late.
                    coalesce(min(arrival_ns) FILTER (WHERE view <> 'core'), min(arrival_ns)) AS arrival_ns,
                    coalesce(max(finished_ns) FILTER (WHERE view <> 'core'), max(finished_ns)) AS finished_ns
             FROM observed
-            WHERE shared_id IS NOT NULL AND (status = 'ok' OR status IS NULL) GROUP BY ALL
+            WHERE shared_id IS NOT NULL AND (status = 'ok' OR status IS NULL)
+              AND (view IN ('front', 'core') OR {outer}) GROUP BY ALL
         ),
         pairs AS (
             SELECT instance, e.finished_ns - c.finished_ns AS low_ns, e.arrival_ns - c.arrival_ns AS high_ns

@@ -3,9 +3,9 @@ CREATE OR REPLACE TEMP TABLE coverage AS
 WITH span AS (SELECT instance, engine, min(start_ns) AS first_ns, max(end_ns) AS last_ns FROM steps GROUP BY ALL),
 whole AS (SELECT instance, min(first_ns) AS first_ns, max(last_ns) AS last_ns FROM span GROUP BY instance)
 SELECT 'client request → engine request' AS "join",
-       count(*) FILTER (WHERE oid IN (SELECT a FROM client_pairs)) AS matched,
+       count(*) FILTER (WHERE oid IN (SELECT a FROM client_pairs UNION ALL SELECT a FROM gateway_pairs)) AS matched,
        count(*) AS total,
-       count(*) FILTER (WHERE (instance, shared_id) IN (SELECT (instance, id) FROM client_pairs_crowded)) AS ambiguous
+       count(*) FILTER (WHERE (instance, shared_id) IN (SELECT (instance, id) FROM client_pairs_crowded UNION ALL SELECT (instance, id) FROM gateway_pairs_crowded)) AS ambiguous
 FROM observed
 -- The engine cannot have seen what was refused or never arrived; what the client gave up is survivorship's.
 WHERE view IN ('client', 'gateway') AND (status = 'ok' OR status IS NULL) AND request_id IS NOT NULL

@@ -1,4 +1,5 @@
--- joined: one row per request, its observers side by side. An engine's view comes first; a request that only
+-- joined: one row per request, its observers side by side: client, gateway, engine. `client_*` are the outermost
+-- observer's, `outer_view`, which is the gateway where no client is known. An engine's view comes first; a request that only
 -- the client saw (refused, aborted, failed) is a row without engine times, and has a bill only where no engine of
 -- its instance told of requests at all. A client's row without an id cannot be joined: beside an engine's rows it
 -- would count its request twice.
@@ -13,10 +14,13 @@ WITH engine_rows AS (
 ),
 told AS (SELECT DISTINCT instance FROM observed WHERE view IN ('front', 'core')),
 all_rows AS (
-    SELECT e.*, p.a AS client FROM engine_rows e LEFT JOIN client_pairs p ON p.b = e.base
+    SELECT e.*, coalesce(p.a, g.a) AS client, g.a AS gateway
+    FROM engine_rows e LEFT JOIN client_pairs p ON p.b = e.base LEFT JOIN gateway_pairs g ON g.b = e.base
     UNION ALL
-    SELECT c.oid, NULL, NULL, c.oid FROM observed c
-    WHERE c.view IN ('client', 'gateway') AND c.oid NOT IN (SELECT a FROM client_pairs)
+    SELECT c.oid, NULL, NULL, c.oid, coalesce(g.b, CASE WHEN c.view = 'gateway' THEN c.oid END)
+    FROM observed c LEFT JOIN edge_pairs g ON g.a = c.oid
+    WHERE c.view IN ('client', 'gateway')
+      AND c.oid NOT IN (SELECT a FROM client_pairs UNION ALL SELECT a FROM gateway_pairs UNION ALL SELECT b FROM edge_pairs)
       AND (c.request_id IS NOT NULL OR c.instance NOT IN (SELECT instance FROM told))
 ),
 only_engine AS (
@@ -51,11 +55,14 @@ wide AS (
         -- An engine does not know that its answer never reached the client.
         CASE WHEN c.status IN ('aborted', 'timeout', 'error', 'rejected') THEN c.status
              WHEN k.status IN ('aborted', 'error') THEN k.status ELSE b.status END AS status,
-        c.arrival_ns AS client_arrival_ns, c.ttft_ns AS client_ttft_ns, c.e2e_ns AS client_e2e_ns
+        c.arrival_ns AS client_arrival_ns, c.ttft_ns AS client_ttft_ns, c.e2e_ns AS client_e2e_ns,
+        g.arrival_ns AS gateway_arrival_ns, g.ttft_ns AS gateway_ttft_ns, g.e2e_ns AS gateway_e2e_ns,
+        c.view AS outer_view, coalesce(b.role, k.role) AS role
     FROM all_rows a
     JOIN observed b ON b.oid = a.base
     LEFT JOIN observed k ON k.oid = a.core AND a.core <> a.base
     LEFT JOIN observed c ON c.oid = a.client
+    LEFT JOIN observed g ON g.oid = a.gateway
     LEFT JOIN only_engine o ON o.instance = b.instance
 )
 SELECT

@@ -21,6 +21,7 @@ from tailscope.ledger.membership import Membership, load_membership
 from tailscope.ledger.recompute import write_told
 from tailscope.ledger.requests import Requests, culprit_classes, load_requests, load_steps
 from tailscope.ledger.stalls import MIN_STALL_STEPS, Gaps, Stalls, by_holder, load_gaps, resumption_ns
+from tailscope.model import ClassRow
 from tailscope.stats import Floats, Ints
 from tailscope.store import Trace
 
@@ -42,6 +43,8 @@ class Ledger:
     window_ns: tuple[int, int] = (0, 0)
     spread: int = 0
     spread_s: tuple[float, float] = (0.0, 0.0)
+    #: The classes as their clients saw them, beside the engine's view of the same requests.
+    clients: list[ClassRow] = field(default_factory=list)
 
 
 def write_bills(trace: Trace, limits: Mapping[str, Limits]) -> Ledger:
@@ -218,16 +221,18 @@ def _bookings(
     in which steps they were, where that is told; `engines`: on how many they may have run."""
     wait, queue, prefill, decode = r.phases()
     instants = np.cumsum([r.arrival_ns, wait, queue, prefill, decode], axis=0)
-    arrived, queued, scheduled, first, last = (Place(time.steps, instant) for instant in instants)
+    queued, scheduled, first, last = (Place(time.steps, instant) for instant in instants[1:])
 
     def held(by: list[Floats]) -> list[Floats]:
         return [time.between(sums, queued, scheduled) for sums in by]
 
+    # The engine reads its input between steps: what lasts longer than those in work is the front end's.
+    handed = Place(time.steps, np.maximum(instants[0], time.steps.start_ns[in_work(queued)]))
     waiting: Parts = {
-        ("step_wait", None): time.between(time.base, arrived, queued),
-        ("unexplained", None): time.between(time.unexplained, arrived, queued),
-        **_lost(time, arrived, queued),
-        **_others_prefill("others_prefill_before", time, arrived, queued),
+        ("step_wait", None): time.between(time.base, handed, queued),
+        ("unexplained", None): time.between(time.unexplained, handed, queued),
+        **_lost(time, handed, queued),
+        **_others_prefill("others_prefill_before", time, handed, queued),
     }
     queueing: Parts = {
         ("pause", None): time.between(time.pause, queued, scheduled),
@@ -281,6 +286,12 @@ def _bookings(
         Booking("prefill", prefill, prefilling, "unexplained", time.prefill_bounds(scheduled, first)),
         Booking("decode", decode, decoding, "unexplained", time.prefill_bounds(first, last)),
     ]
+
+
+def in_work(queued: Place) -> NDArray[np.intp]:
+    """The first of the steps that a request can have waited for before it was read: the one that ended then, or with
+    asynchronous scheduling the one before it."""
+    return np.asarray(np.maximum(queued.boundary() - 2, 0))
 
 
 def _losses(time: EngineTime) -> dict[str, Floats]:

@@ -372,3 +372,7 @@ def _add_members(
             }
         ),
     )
+
+
+#: The same comparison serves other observers of the same requests.
+describe, objectives, typical, typical_of, alike = _describe, _objectives, _typical, _typical_of, _bucket

@@ -14,6 +14,9 @@ from tailscope.store import Trace
 
 #: component -> what it means; the order is the order of a request's life.
 COMPONENTS: dict[str, str] = {
+    "upstream": "between client and engine, both ways; no gateway's view says where",
+    "network": "between client and gateway, both ways",
+    "gateway": "in the gateway: its queue, and its way to the engine and back",
     "frontend": "API server: tokenise, event loop, hand-over to the engine",
     "step_wait": "waiting for the running step to end, at the step's normal cost",
     "others_prefill_before": "waiting to be scheduled behind steps that others' prefill made long",

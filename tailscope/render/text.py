@@ -29,6 +29,8 @@ SMALLEST_PART = 0.03
 #: Parts of an excess that are named; what is left is their rest.
 MOST_PARTS = 4
 
+#: Observers before the engine.
+OUTSIDE = ("client", "gateway")
 #: What lasts less than this is shown with milliseconds.
 SHORT_NS = 10_000_000_000
 
@@ -135,7 +137,8 @@ def _classes(rows: list[ClassRow]) -> Table:
 
 def _objective(row: ClassRow, objective: Objective) -> str:
     above = "" if objective.above is None else f": {objective.above:,} of {objective.n:,} above"
-    return f"{printable(row.klass)} {row.metric} {objective.quantile} < {_seconds(objective.limit_s)}{above}"
+    seen = f", {row.observer}'s view" if row.observer in OUTSIDE and row.metric != "ITL" else ""
+    return f"{printable(row.klass)} {row.metric}{seen} {objective.quantile} < {_seconds(objective.limit_s)}{above}"
 
 
 def _blame(diagnosis: Diagnosis) -> Table | None:
@@ -163,6 +166,14 @@ def _shown(rows: list[ClassRow]) -> Iterator[ClassRow]:
     for row in rows:
         by_class.setdefault(row.klass, []).append(row)
     for same in by_class.values():
+        # A client's view stands beside the engine's of the same metric.
+        told = {row.metric for row in same if row.observer not in OUTSIDE}
+        same = [
+            replace(row, metric=f"{row.metric} ({row.observer})")
+            if row.observer in OUTSIDE and row.metric in told
+            else row
+            for row in same
+        ]
         if all(row.p50_s is None and row.basis == "requests" for row in same):
             yield replace(same[0], metric="-")
         else:

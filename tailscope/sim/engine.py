@@ -13,6 +13,7 @@ import numpy as np
 from tailscope.errors import UsageError
 from tailscope.sim.api_server import ApiServer
 from tailscope.sim.lanes import EngineRun, Lane, pauses
+from tailscope.sim.on_the_way import delay_s, place_of
 from tailscope.sim.outcome import (
     ABORTED,
     OK,
@@ -107,6 +108,7 @@ class _Play:
         self._turn = self._prefill_turn = 0
         self._in_flight = 0
         self._queue: deque[_Row] = deque()
+        self._slow_networks = [f for f in scenario.faults if f.kind == "network"]
         self._slow_frontends = [f for f in scenario.faults if f.kind == "frontend"]
         self._counts = [0] * len(scenario.loads)
         self._by_request: list[_Row] = []
@@ -279,15 +281,17 @@ class _Play:
     def _forward(self, row: _Row, now: float) -> None:
         self._in_flight += 1
         arrival = now + self.scenario.gateway.delay_s + self.scenario.telemetry.network_s
+        if self._slow_networks:
+            arrival += delay_s(self._slow_networks, row.id, row.sent)
         row.arrival = arrival
         call, known = self._last_call
         if known is not None and call == row.id:
             lane = known
         elif self.prefillers:
-            lane = self._choose(self.prefillers, self._prefill_turn)
+            lane = self._choose(self.prefillers, self._prefill_turn, row)
             self._prefill_turn += 1
         else:
-            lane = self._choose(self.lanes, self._turn)
+            lane = self._choose(self.lanes, self._turn, row)
             self._turn += 1
         self._last_call = (row.id, lane)
         limit = self.scenario.engine.max_num_queued_reqs
@@ -312,9 +316,11 @@ class _Play:
         """Through the API server to the engine's input."""
         self._api_servers[engine.instance].take(now, lambda t: engine.lane.put(engine, request, t))
 
-    def _choose(self, lanes: list[Lane], turn: int) -> Lane:
+    def _choose(self, lanes: list[Lane], turn: int, row: _Row) -> Lane:
         """The instance a request goes to, by its first lane."""
         firsts = list({lane.instance: lane for lane in reversed(lanes)}.values())[::-1]
+        if self.scenario.engine.skew and place_of(row.id, "skew") < self.scenario.engine.skew:
+            return firsts[0]
         if self.scenario.engine.routing == "round-robin":
             return firsts[turn % len(firsts)]
         return min(
@@ -397,7 +403,7 @@ class _Play:
         if not isnan(row.left):
             return
         engine_settings = self.scenario.engine
-        lane = self._choose(self.lanes, self._turn)
+        lane = self._choose(self.lanes, self._turn, row)
         self._turn += 1
         engine = min(self._of_instance[lane.engines[0].instance], key=lambda e: (e.load, e.number))
         request = self._request(row, row.planned)

@@ -70,6 +70,7 @@ class Engine:
 
     `prefill_replicas`: so many more instances do the prefill and hand their KV cache over (`kv_transfer_*`); the
     replicas then only decode. `data_parallel` engines with `moe` run in lockstep and compute dummy batches when idle.
+    `skew`: so large a share of the requests goes to the first replica, whatever the routing says; the rest as it says.
     """
 
     replicas: int = 1
@@ -91,6 +92,7 @@ class Engine:
     kv_transfer_tokens_per_s: float = 200_000.0
     routing: Literal["round-robin", "least-loaded"] = "round-robin"
     max_num_queued_reqs: int | None = None
+    skew: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ class Fault:
     host-slow: the host of `rank` (or with all_ranks of each) launches `phase` and `layers` late, by `length_s` a step and
     `per_request_s` for each request of its batch; with `every_s` it stands still for `length_s` every so often, as for a
     garbage collection. first-shape: the first step of each size of a batch takes `length_s` more, as for compiling or
-    capturing a graph.
+    capturing a graph. network: a share `often` of the requests sent then is `length_s` longer on its way to the engines.
 
     left-out: the scheduler gives no tokens to a share `often` of its running requests, the same ones while it lasts; they
     keep their KV cache. cache-loss: no prompt finds its beginning in the prefix cache, as after a change of its salt or
@@ -210,6 +212,7 @@ class Fault:
         "first-shape",
         "left-out",
         "cache-loss",
+        "network",
     ]
     name: str = ""
     from_s: float = 0.0
@@ -253,6 +256,8 @@ class Telemetry:
     whose profiles are lost. `profile_dropped`: share of what ran on a GPU, or of gloo's transfers, that the profiles lost,
     by buffers. `expert_load`: the trace has the tokens of each expert in the steps profiled (no file tells them).
     `schedule`: the engines' schedulers log which requests each step computes (examples/vllm/schedule_logger.py).
+    `gateway`: the trace has the gateway's view of each request (no file tells it); `network_s` is then between client and
+    gateway.
     """
 
     spans: bool = True
@@ -270,6 +275,7 @@ class Telemetry:
     profile_dropped: float = 0.0
     expert_load: bool = False
     schedule: bool = False
+    gateway: bool = False
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,9 @@ def request_tables(outcome: Outcome, *, metrics: bool = False) -> dict[str, pa.T
                 files.METRICS,
                 tables_metrics.of_scrapes(outcome, here) if metrics else (),
             )
+        if telemetry.gateway:
+            rows = tables_clients.of_gateway(outcome, client.instances_of_calls(outcome) == number)
+            tables.add("gateway", instance, "gateway", rows)
         if telemetry.client:
             calls = client.calls(outcome, views, number)
             if not len(calls):

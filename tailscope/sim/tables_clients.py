@@ -15,7 +15,8 @@ from tailscope.model import request_key
 from tailscope.schema import REQUESTS, TOKENS, Table
 from tailscope.sim.emit import client
 from tailscope.sim.emit.front_end import response_id, whole_ns
-from tailscope.sim.outcome import ABORTED, OK, REJECTED, TIMEOUT, Ints, Outcome
+from tailscope.sim.on_the_way import delay_s
+from tailscope.sim.outcome import ABORTED, OK, REJECTED, TIMEOUT, Ints, Outcome, ns
 
 SECOND = 1_000_000_000
 STATUS = {OK: "ok", ABORTED: "aborted", TIMEOUT: "timeout", REJECTED: "rejected"}
@@ -63,6 +64,37 @@ def of_log(outcome: Outcome, calls: client.Calls) -> Iterator[tuple[Table, Colum
             "seq": np.arange(len(row)) - begin[row],
             "time_ns": calls.sent_ns[call[row]] + since,
             "count": pa.array(np.ones(len(row), np.int64), mask=~known[row]),
+        },
+    )
+
+
+def of_gateway(outcome: Outcome, chosen: NDArray[np.bool_]) -> Iterator[tuple[Table, Columns]]:
+    """The requests that are `chosen` as the gateway saw them, on the engines' clock. The network lies before it."""
+    q, scenario = outcome.requests, outcome.scenario
+    those = np.flatnonzero(chosen)
+    late = np.array([delay_s(scenario.faults, q.id[i], float(q.sent_s[i])) for i in those])
+    arrival = ns(q.sent_s[those] + scenario.telemetry.network_s + late)
+    ok, shown = q.status[those] == OK, np.isfinite(q.first_shown_s[those])
+    end = np.where(ok, q.finished_s[those], q.left_s[those])
+    ended = np.isfinite(end)
+    finished = np.maximum(ns(np.where(ended, end, 0.0)), arrival)
+    first = np.maximum(ns(np.where(shown, q.first_shown_s[those], 0.0)), arrival)
+    names = [response_id(q.id[i]) for i in those]
+    yield (
+        REQUESTS,
+        {
+            "request_key": [
+                request_key("gateway", *row)
+                for row in zip(names, arrival.tolist(), those.tolist(), strict=True)
+            ],
+            "request_id": names,
+            "observer": "gateway",
+            "arrival_ns": arrival,
+            "first_token_ns": pa.array(first, mask=~shown),
+            "finished_ns": pa.array(finished, mask=~ended),
+            "ttft_ns": pa.array(first - arrival, mask=~shown),
+            "e2e_ns": pa.array(finished - arrival, mask=~ended),
+            "status": [STATUS.get(status, "unfinished") for status in q.status[those].tolist()],
         },
     )
 

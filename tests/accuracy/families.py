@@ -340,10 +340,14 @@ def long_outputs(rng: Rng, _: float) -> Scenario:
     return world(rng, chat(rng, tenant="chat"), writer)
 
 
+#: A gateway that holds nobody back.
+LET_IN = Cause("upstream-wait", None, (), {"gateway": {"max_in_flight": 100_000, "max_queue": 100_000}})
+
+
 def at_the_gateway(rng: Rng, _: float) -> Scenario:
     load = chat(rng, uniform(rng, 15, 25))
     gateway = Gateway(max_in_flight=int(rng.integers(10, 20)), max_queue=int(rng.integers(10, 60)))
-    return world(rng, load, gateway=gateway, telemetry=telemetry(rng, client=True))
+    return world(rng, load, gateway=gateway, telemetry=telemetry(rng, client=True), causes=(LET_IN,))
 
 
 def stopped(*faults: Fault) -> tuple[Cause, ...]:
@@ -461,7 +465,7 @@ FAMILIES: tuple[Family, ...] = (
         suspects={"preemption-storm": with_room},
     ),
     Family("long outputs", "decoy", long_outputs, "one tenant with answers ten times as long"),
-    Family("gateway", "decoy", at_the_gateway, "waiting and rejections moved to a gateway"),
+    Family("gateway", "fault", at_the_gateway, "waiting and rejections moved to a gateway"),
     Family("closed loop", "fault", stall_in_closed_loop, "a stall that a closed loop hides"),
     Family("clocks apart", "decoy", clocks_apart, "every rank's clock off, no rank slow"),
     Family(

@@ -25,7 +25,7 @@ from tailscope.sim.outcome import Outcome
 from tailscope.sim.scenario import Cause, Load, Scenario
 from tailscope.sim.scenario_file import without
 from tailscope.sim.truth import Bills, bills
-from tailscope.sim.written import costs, tables, write_trace
+from tailscope.sim.written import MIN_ANSWERS, costs, tables, write_trace
 from tailscope.source import Options
 from tailscope.store import Trace
 
@@ -140,13 +140,34 @@ def _culprit(cause: Cause, outcome: Outcome) -> str | None:
 def _cost(outcome: Outcome, other: Outcome, loads: Sequence[Load] | None = None) -> float:
     """By what share a p99 is higher than in another world, at most; of `loads` if given, else of all that both have."""
     names = {load.name for load in loads or outcome.scenario.loads}
+    seen = list(costs(outcome, other).items())
+    here, there = client_p99s(outcome), client_p99s(other)
+    for load in here.keys() & there.keys():
+        seen.append((load, {m: {"with": here[load][m], "without": there[load][m]} for m in here[load]}))
     shares = [
         p99["with"] / p99["without"] - 1
-        for load, metrics in costs(outcome, other).items()
+        for load, metrics in seen
         for p99 in metrics.values()
         if load in names and p99["without"] > 0
     ]
     return max(shares, default=0.0)
+
+
+def client_p99s(outcome: Outcome) -> dict[str, dict[str, float]]:
+    """load -> metric -> p99 of the requests that were answered, as their clients had them."""
+    q, found = outcome.requests, {}
+    network = outcome.scenario.telemetry.network_s
+    for index, load in enumerate(outcome.scenario.loads):
+        mine = (q.load == index) & np.isfinite(q.finished_s)
+        if mine.sum() >= MIN_ANSWERS:
+            ttft, e2e = (
+                shown[mine] + network - q.sent_s[mine] for shown in (q.first_shown_s, q.last_shown_s)
+            )
+            found[load.name] = {
+                "TTFT": float(np.quantile(ttft, 0.99)),
+                "E2E": float(np.quantile(e2e, 0.99)),
+            }
+    return found
 
 
 def _note(result: Played, diagnosis: Diagnosis) -> None:
@@ -204,6 +225,8 @@ def _bill_errors(trace: Trace, diagnosis: Diagnosis, members: Members, true: Bil
             not row.excess_s
             or row.excess_s < NOTABLE * (row.p50_s or np.inf)
             or (row.klass, row.metric) not in members
+            # The truth's bills begin at the API server.
+            or row.observer != "engine"
         ):
             continue
         requests, before, decode = members[row.klass, row.metric]
@@ -241,7 +264,9 @@ def _blame(
     ttft_without, rest_without = _phases(other)
     found = []
     for (klass, metric), seconds in said.items():
-        row = next(r for r in diagnosis.classes if (r.klass, r.metric) == (klass, metric))
+        row = next((r for r in diagnosis.classes if (r.klass, r.metric) == (klass, metric)), None)
+        if row is None:
+            continue  # of the client's view, which is not compared
         if (
             (klass, metric) not in members
             or not row.excess_s
