@@ -30,7 +30,7 @@ def _graded(share: float, warn: float, fail: float) -> TrustStatus:
 
 
 def _sample_size(classes: Sequence[ClassRow]) -> Trust | None:
-    requests = [row for row in classes if row.basis == "requests"]
+    requests = [row for row in classes if row.basis == "requests" and row.metric != "queue"]
     if not requests:
         return None
     withheld = [row for row in requests if row.p99_s is None]

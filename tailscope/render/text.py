@@ -183,7 +183,7 @@ def _p99(row: ClassRow) -> str:
 
 def _excess(row: ClassRow) -> str:
     if row.excess_s is None:
-        return "" if row.basis == "histogram" else "too few requests"
+        return "" if row.basis == "histogram" or row.metric == "queue" else "too few requests"
     parts = sorted(row.excess.items(), key=lambda item: -abs(item[1]))
     shown = [(name, s) for name, s in parts if abs(s) >= SMALLEST_PART * abs(row.excess_s)][:MOST_PARTS]
     rest = row.excess_s - sum(s for _, s in shown)
