@@ -146,6 +146,14 @@ def quantile_interval(values: Floats, q: float, n_eff: float) -> tuple[float, fl
     return float(ordered[index[0]]), float(ordered[index[1]])
 
 
+def share_interval(share: float, n_eff: float) -> tuple[float, float]:
+    """95 % interval of a share seen in `n_eff` samples (Wilson 1927)."""
+    z2 = float(ndtri(1 - (1 - CONFIDENCE) / 2)) ** 2
+    centre = (share + z2 / (2 * n_eff)) / (1 + z2 / n_eff)
+    half = np.sqrt(z2 * (share * (1 - share) / n_eff + z2 / (4 * n_eff**2))) / (1 + z2 / n_eff)
+    return max(0.0, float(centre - half)), min(1.0, float(centre + half))
+
+
 def allows_quantile(q: float, n_eff: float) -> bool:
     """Whether enough effective samples lie beyond quantile q for it to be stated."""
     return n_eff * (1 - q) >= MIN_TAIL_SAMPLES

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tailscope import stats
 from tailscope.config import Slo
 from tailscope.ledger.bills import Ledger, write_gap_bills
+from tailscope.ledger.histogram import ALL
 from tailscope.model import ClassRow, Objective
 from tailscope.stats import Floats
 from tailscope.store import Trace
@@ -66,7 +67,38 @@ def write_contrast(trace: Trace, ledger: Ledger, slos: tuple[Slo, ...], klass: s
     order = {metric: i for i, metric in enumerate(METRICS)}
     classes = list(dict.fromkeys(r.klass for r in rows))
     rows.sort(key=lambda r: (classes.index(r.klass), order[r.metric]))
-    return [replace(r, excess=excess.get((r.klass, r.metric), {})) for r in rows]
+    rows = [replace(r, excess=excess.get((r.klass, r.metric), {})) for r in rows]
+    return rows + (_pooled(trace, slos) if klass is None and ALL not in classes and rows else [])
+
+
+def _pooled(trace: Trace, slos: tuple[Slo, ...]) -> list[ClassRow]:
+    """Rows of all classes together, for objectives that are meant for everybody. They have no tail: a class's excess is
+    against its own kind."""
+    rows = []
+    for metric in _POOLED:
+        if not any((slo.klass, slo.metric) == (ALL, metric) for slo in slos):
+            continue
+        value, table = _POOLED[metric]
+        columns = trace.connection.execute(
+            f"SELECT {value} / 1e9 AS value, time_ns, observer FROM ({table}) WHERE value >= 0 ORDER BY time_ns"
+        ).fetchnumpy()
+        values, times = np.asarray(columns["value"], np.float64), np.asarray(columns["time_ns"], np.int64)
+        stride = max(1, -(-len(values) // MAX_VALUES))
+        observer = " + ".join(sorted({str(o) for o in columns["observer"][:MAX_VALUES]}))
+        row, _tail = _describe(ALL, metric, observer, values[::stride], times[::stride])
+        objectives = _objectives(slos, ALL, metric, values[::stride], times[::stride])
+        rows.append(replace(row, n=len(values), tail_rule=None, tail_n=0, objectives=objectives))
+    return rows
+
+
+_REQUESTS = "SELECT *, arrival_ns AS time_ns FROM joined WHERE billed AND ttft_ns >= 0 AND e2e_ns >= ttft_ns"
+#: Metric -> its value in ns, and of which rows.
+_POOLED = {
+    "TTFT": ("ttft_ns", _REQUESTS),
+    "TPOT": ("(e2e_ns - ttft_ns) / (output_tokens - 1)", _REQUESTS + " AND output_tokens > 1"),
+    "E2E": ("e2e_ns", _REQUESTS),
+    "ITL": ("(end_ns - start_ns)", "SELECT *, end_ns AS time_ns FROM gaps"),
+}
 
 
 #: A member's lines count with one weight up to the first token and with another for decode: TPOT is decode per
