@@ -129,6 +129,7 @@ REQUESTS = Table(
             "klass", TEXT, "", "Class the source itself names; NULL lets the configuration's classes decide."
         ),
         Column("arrival_ns", INT, "ns", "Arrival at (client: departure to) the observer."),
+        Column("intended_ns", INT, "ns", "When the client meant to send it; NULL where it does not say."),
         Column("queued_ns", INT, "ns", "Entered the scheduler's queue."),
         Column("scheduled_ns", INT, "ns", "First scheduled."),
         Column("first_token_ns", INT, "ns", "First token out."),
