@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from tailscope import registry, trust
 from tailscope.align import Scope, align
+from tailscope.classes import class_tables
 from tailscope.config import Config
 from tailscope.errors import UsageError
 from tailscope.ledger.bills import Ledger, write_bills
@@ -91,7 +92,7 @@ def diagnose(trace: Trace, config: Config, scope: Scope | None = None) -> Diagno
     findings.sort(key=_worst_first)
     explained = _explained(trace, findings, classes, ledger.clients)
     return Diagnosis(
-        trace=_about(trace),
+        trace=_about(trace) | class_tables(trace, classes, config.slos, (scope or Scope()).klass),
         verdict=_verdict(trace, ledger, classes, checks, findings, explained),
         classes=(*classes, *ledger.clients),
         checks=tuple(checks),
@@ -131,7 +132,12 @@ def _register_class_rows(trace: Trace, classes: Sequence[ClassRow]) -> None:
         "slo_broken": pa.bool_(),
     }
     rows = pa.Table.from_pylist(
-        [{name: getattr(row, name) for name in columns} for row in classes],
+        # Rules ask whose tail is long; queue is a part of the others' and has none, and neither has all of a trace.
+        [
+            {name: getattr(row, name) for name in columns}
+            for row in classes
+            if row.metric != "queue" and (row.klass != ALL or row.basis == "histogram" or row.tail_n)
+        ],
         schema=pa.schema(list(columns.items())),
     )
     trace.create("class_rows", rows)

@@ -243,6 +243,7 @@ class ClassRow:
     p50_s: float | None = None
     p95_s: float | None = None
     p99_s: float | None = None
+    ci95_s: tuple[float, float] | None = None
     ci99_s: tuple[float, float] | None = None
     range99_s: tuple[float, float | None] | None = None
     reason: str | None = None

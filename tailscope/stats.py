@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
-from scipy.special import bdtrik, betainc, ndtr
+from scipy.special import bdtrik, betainc, ndtr, ndtri
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -57,19 +58,72 @@ def uncorrelated(values: Floats, times_ns: Ints) -> float:
     n = len(values)
     if n < 4 or values.max() == values.min():
         return float(n)
+    pairs = _paired_autocorrelation(values, times_ns)
+    negative = np.flatnonzero(pairs <= 0)
+    positive = pairs[: negative[0]] if len(negative) else pairs
+    inflation = max(1.0, 2.0 * float(np.minimum.accumulate(positive).sum()) - 1.0)
+    return float(max(1.0, n / inflation))
+
+
+def _paired_autocorrelation(values: Floats, times_ns: Ints) -> Floats:
+    """Sums of the autocorrelations at lags 0 and 1, 2 and 3, and so on, of the values in time order; none where their
+    differences are too small to square."""
+    n = len(values)
     order = np.argsort(times_ns, kind="stable")
     centred = values[order] - values.mean()
     size = 1 << (2 * n - 1).bit_length()
     spectrum = np.fft.rfft(centred, size)
     autocovariance = np.fft.irfft(spectrum * np.conj(spectrum), size)[: n // 2]
-    if not autocovariance[0] > 0:  # differences too small to square
-        return float(n)
+    if not autocovariance[0] > 0:
+        return np.empty(0)
     rho = autocovariance / autocovariance[0]
-    pairs = rho[: len(rho) // 2 * 2].reshape(-1, 2).sum(axis=1)
-    negative = np.flatnonzero(pairs <= 0)
-    positive = pairs[: negative[0]] if len(negative) else pairs
-    inflation = max(1.0, 2.0 * float(np.minimum.accumulate(positive).sum()) - 1.0)
-    return float(max(1.0, n / inflation))
+    return np.asarray(rho[: len(rho) // 2 * 2].reshape(-1, 2).sum(axis=1))
+
+
+def quantile_samples(values: Floats, q: float, times_ns: Ints) -> float:
+    """Number of independent samples that quantile q of `values` may count on: at most n, at least 1.
+
+    As few as `effective_samples` of whether each exceeds it says, or as the values' ranks do. The few above a p99 show
+    their own autocorrelation badly: where half of a latency's variance comes in bursts of fifty requests, an interval
+    made of that alone holds the true p99 in 61 % of windows of 2,000.
+    """
+    exceeding = effective_samples((values > np.quantile(values, q)).astype(np.float64), times_ns)
+    return min(exceeding, samples_by_ranks(len(values), q, rank_autocorrelation(values, times_ns)))
+
+
+def rank_autocorrelation(values: Floats, times_ns: Ints) -> Floats:
+    """Autocorrelation of the values' normal scores in time order, from lag 1 on for as long as it is more than chance, made
+    monotone (after Geyer 1992)."""
+    n = len(values)
+    if n < 4 or values.max() == values.min():
+        return np.empty(0)
+    pairs = _paired_autocorrelation(np.asarray(ndtri(_ranks(values) * n / (n + 1))), times_ns)
+    # The first pair is lag 0, which is 1, and lag 1.
+    mean = np.concatenate([pairs[:1] - 1, pairs[1:] / 2])
+    # By chance independent values have as much, and so many of them would add up.
+    faint = np.flatnonzero(mean <= np.where(np.arange(len(mean)) == 0, 2.0, np.sqrt(2.0)) / np.sqrt(n))
+    mean = np.minimum.accumulate(mean[: faint[0]] if len(faint) else mean)
+    return np.concatenate([mean[:1], np.repeat(mean[1:], 2)])
+
+
+def samples_by_ranks(n: int, q: float, lags: Floats) -> float:
+    """What n values are worth for quantile q by the `lags` of `rank_autocorrelation`: at least 1.
+
+    All ranks show how a service's load comes in bursts. What that does to an exceedance follows if the ranks at two times
+    depend as those of two normal values do (a Gaussian copula, Sklar 1959); where slow ones cling together more than that,
+    the exceedances themselves show it.
+    """
+    return max(1.0, n / (1 + 2 * float(np.interp(lags, *_exceedance_correlation(q)).sum()))) if n else 0.0
+
+
+@lru_cache
+def _exceedance_correlation(q: float) -> tuple[Floats, Floats]:
+    """Correlations of two normal values, from 0 to 1, and those of whether each exceeds its quantile q: the integral of the
+    bivariate density over the correlation (Plackett 1954), with its sine as the variable."""
+    angle = np.linspace(0, np.pi / 2, 513)
+    density = np.exp(-(ndtri(q) ** 2) / (1 + np.sin(angle)))
+    integral = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
+    return np.sin(angle), integral / integral[-1]
 
 
 def quantile_interval(values: Floats, q: float, n_eff: float) -> tuple[float, float] | None:
@@ -90,6 +144,14 @@ def quantile_interval(values: Floats, q: float, n_eff: float) -> tuple[float, fl
     place = np.array([(low - 0.5) / n, (high - 0.5) / n]) * len(ordered)
     index = np.clip(place.astype(int), 0, len(ordered) - 1)
     return float(ordered[index[0]]), float(ordered[index[1]])
+
+
+def share_interval(share: float, n_eff: float) -> tuple[float, float]:
+    """95 % interval of a share seen in `n_eff` samples (Wilson 1927)."""
+    z2 = float(ndtri(1 - (1 - CONFIDENCE) / 2)) ** 2
+    centre = (share + z2 / (2 * n_eff)) / (1 + z2 / n_eff)
+    half = np.sqrt(z2 * (share * (1 - share) / n_eff + z2 / (4 * n_eff**2))) / (1 + z2 / n_eff)
+    return max(0.0, float(centre - half)), min(1.0, float(centre + half))
 
 
 def allows_quantile(q: float, n_eff: float) -> bool:

@@ -10,6 +10,7 @@ from tailscope.ledger.bills import Ledger
 from tailscope.ledger.histogram import CONCEPTS, quantile_ranges
 from tailscope.model import ClassRow, Trust, TrustStatus
 from tailscope.store import Trace
+from tailscope.trust_load import load_checks
 
 #: A p99 bucket whose ends are further apart than this says little.
 BUCKET_RATIO = 1.5
@@ -21,7 +22,14 @@ SURVIVOR_WARN, SURVIVOR_FAIL = 0.0, 0.1
 
 def checks(trace: Trace, ledger: Ledger, classes: Sequence[ClassRow]) -> tuple[Trust, ...]:
     found = [_sample_size(classes), *_join_coverage(trace), _unknown_engine(ledger), _buckets(trace)]
-    found += [_survivorship(trace), _clocks(trace), *_ranks(trace), _ledger(ledger), _rejects(trace)]
+    found += [
+        _survivorship(trace),
+        *load_checks(trace),
+        _clocks(trace),
+        *_ranks(trace),
+        _ledger(ledger),
+        _rejects(trace),
+    ]
     return tuple(check for check in found if check is not None)
 
 
@@ -30,7 +38,7 @@ def _graded(share: float, warn: float, fail: float) -> TrustStatus:
 
 
 def _sample_size(classes: Sequence[ClassRow]) -> Trust | None:
-    requests = [row for row in classes if row.basis == "requests"]
+    requests = [row for row in classes if row.basis == "requests" and row.metric != "queue"]
     if not requests:
         return None
     withheld = [row for row in requests if row.p99_s is None]

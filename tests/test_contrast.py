@@ -325,5 +325,7 @@ def test_classes_come_by_length_and_metrics_in_order(bill: Bill) -> None:
     sizes = [100, 700, 3000, 10_000]
     result = bill(requests(100, lambda i: {"prompt_tokens": sizes[i % 4]}))
     assert [(row.klass, row.metric) for row in result.classes] == [
-        (klass, metric) for klass in ("<512", "<2k", "<8k", "<32k") for metric in ("TTFT", "TPOT", "E2E")
+        (klass, metric)
+        for klass in ("<512", "<2k", "<8k", "<32k")
+        for metric in ("TTFT", "TPOT", "E2E", "queue")
     ]

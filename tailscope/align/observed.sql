@@ -5,7 +5,7 @@ WITH rows AS (
     SELECT
         * REPLACE (
             coalesce(instance, '') AS instance,
-            instant(arrival_ns) AS arrival_ns, instant(queued_ns) AS queued_ns, instant(scheduled_ns) AS scheduled_ns,
+            instant(arrival_ns) AS arrival_ns, instant(intended_ns) AS intended_ns, instant(queued_ns) AS queued_ns, instant(scheduled_ns) AS scheduled_ns,
             instant(first_token_ns) AS first_token_ns, instant(last_token_ns) AS last_token_ns,
             instant(finished_ns) AS finished_ns,
             duration(queue_ns) AS queue_ns, duration(prefill_ns) AS prefill_ns, duration(decode_ns) AS decode_ns,
@@ -27,7 +27,7 @@ SELECT
     row_number() OVER (ORDER BY instance, arrival_ns, request_key) AS oid,
     instance, engine, source, request_key, request_id, observer, role, model, adapter, tenant, priority, klass,
     arrival_ns, queued_ns, scheduled_ns, first_token_ns, last_token_ns, finished_ns,
-    queue_ns, prefill_ns, decode_ns, ttft_ns, e2e_ns,
+    queue_ns, prefill_ns, decode_ns, ttft_ns, e2e_ns, intended_ns,
     prompt_tokens, cached_tokens, output_tokens, expected_tokens, max_tokens, preemptions, status,
     CASE WHEN observer = 'engine' AND ttft_ns IS NULL THEN 'core'
          WHEN observer = 'engine' THEN 'front'

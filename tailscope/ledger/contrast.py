@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tailscope import stats
 from tailscope.config import Slo
 from tailscope.ledger.bills import Ledger, write_gap_bills
+from tailscope.ledger.histogram import ALL
 from tailscope.ledger.lines import MODELLED
 from tailscope.model import ClassRow, Objective
 from tailscope.stats import Floats
@@ -37,7 +38,7 @@ OBJECTIVE_STATUS: dict[bool | None, Literal["kept", "broken", "undecided"]] = {
     False: "kept",
     None: "undecided",
 }
-METRICS = ("TTFT", "TPOT", "E2E", "ITL")
+METRICS = ("TTFT", "TPOT", "E2E", "ITL", "queue")
 
 
 def write_contrast(trace: Trace, ledger: Ledger, slos: tuple[Slo, ...], klass: str | None) -> list[ClassRow]:
@@ -73,7 +74,7 @@ def write_contrast(trace: Trace, ledger: Ledger, slos: tuple[Slo, ...], klass: s
     order = {metric: i for i, metric in enumerate(METRICS)}
     classes = list(dict.fromkeys(r.klass for r in rows))
     rows.sort(key=lambda r: (classes.index(r.klass), order[r.metric]))
-    return [
+    rows = [
         replace(
             r,
             excess=excess.get((r.klass, r.metric), {}),
@@ -81,6 +82,39 @@ def write_contrast(trace: Trace, ledger: Ledger, slos: tuple[Slo, ...], klass: s
         )
         for r in rows
     ]
+    return rows + (_pooled(trace, slos) if klass is None and ALL not in classes and rows else [])
+
+
+def _pooled(trace: Trace, slos: tuple[Slo, ...]) -> list[ClassRow]:
+    """Rows of all classes together, for objectives that are meant for everybody. They have no tail: a class's excess is
+    against its own kind."""
+    rows = []
+    for metric in _POOLED:
+        if not any((slo.klass, slo.metric) == (ALL, metric) for slo in slos):
+            continue
+        value, table = _POOLED[metric]
+        [(n,)] = trace.connection.execute(f"SELECT count(*) FROM ({table})").fetchall()
+        columns = trace.connection.execute(
+            f"SELECT {value} / 1e9 AS value, time_ns, observer FROM ({table}) WHERE value >= 0 AND hash(id) % $stride = 0 "
+            "ORDER BY time_ns",
+            {"stride": max(1, -(-n // MAX_VALUES))},
+        ).fetchnumpy()
+        values, times = np.asarray(columns["value"], np.float64), np.asarray(columns["time_ns"], np.int64)
+        observer = " + ".join(sorted({str(o) for o in columns["observer"]}))
+        row, _tail = _describe(ALL, metric, observer, values, times)
+        objectives = _objectives(slos, ALL, metric, values, times)
+        rows.append(replace(row, n=n, tail_rule=None, tail_n=0, objectives=objectives))
+    return rows
+
+
+_REQUESTS = "SELECT *, rid AS id, arrival_ns AS time_ns FROM joined WHERE billed AND ttft_ns >= 0 AND e2e_ns >= ttft_ns"
+#: Metric -> its value in ns, and of which rows.
+_POOLED = {
+    "TTFT": ("ttft_ns", _REQUESTS),
+    "TPOT": ("(e2e_ns - ttft_ns) / (output_tokens - 1)", _REQUESTS + " AND output_tokens > 1"),
+    "E2E": ("e2e_ns", _REQUESTS),
+    "ITL": ("(end_ns - start_ns)", "SELECT *, end_ns AS time_ns FROM gaps"),
+}
 
 
 #: A member's lines count with one weight up to the first token and with another for decode: TPOT is decode per
@@ -120,7 +154,7 @@ SELECT klass, metric, sum(ns * coalesce(low, 1)) / 1e9 AS low, sum(ns * coalesce
 def _request_metrics(trace: Trace, klass: str, slos: tuple[Slo, ...]) -> list[ClassRow]:
     """TTFT, TPOT and E2E of a class: its rows, and the members of each tail and its typical counterpart."""
     columns = trace.connection.execute(
-        "SELECT rid, observer, arrival_ns, ttft_ns, e2e_ns, coalesce(prompt_tokens - coalesce(cached_tokens, 0), 0) AS computed, "
+        "SELECT rid, observer, arrival_ns, ttft_ns, e2e_ns, queue_ns, coalesce(prompt_tokens - coalesce(cached_tokens, 0), 0) AS computed, "
         "coalesce(output_tokens, 0) AS output FROM joined "
         "WHERE billed AND klass = $klass AND ttft_ns >= 0 AND e2e_ns >= ttft_ns ORDER BY rid",
         {"klass": klass},
@@ -157,6 +191,12 @@ def _request_metrics(trace: Trace, klass: str, slos: tuple[Slo, ...]) -> list[Cl
         excess = float(before @ ttft + decode @ (e2e - ttft))
         _add_members(trace, klass, metric, rid, before, decode, everyone)
         rows.append(replace(row, excess_s=excess))
+    queued = np.ma.getmaskarray(np.ma.asarray(columns["queue_ns"]))
+    if not queued.all():
+        queue = np.ma.asarray(columns["queue_ns"])[~queued].astype(np.float64) / 1e9
+        row, _tail = _describe(klass, "queue", observer, np.asarray(queue), arrivals[~queued])
+        # A part of TTFT, whose bill says why; it has no tail of its own.
+        rows.append(replace(row, tail_rule=None, tail_n=0))
     return rows
 
 
@@ -211,11 +251,12 @@ def _describe(
         return row, None
     p50, p95, p99 = (float(v) for v in np.quantile(values, [0.5, 0.95, 0.99]))
     # What a quantile is worth depends on how the values beyond it cluster in time.
-    n_eff95, n_eff = (stats.effective_samples((values > p).astype(np.float64), times_ns) for p in (p95, p99))
-    allowed95, allowed99 = stats.allows_quantile(0.95, n_eff95), stats.allows_quantile(0.99, n_eff)
-    if allowed99:
+    exceeding95, exceeding99 = (
+        stats.effective_samples((values > p).astype(np.float64), times_ns) for p in (p95, p99)
+    )
+    if stats.allows_quantile(0.99, exceeding99):
         rule, tail = "above p99", values > p99
-    elif allowed95:
+    elif stats.allows_quantile(0.95, exceeding95):
         rule, tail = "above p95", values > p95
     else:
         rule, tail = _slowest(values)
@@ -224,6 +265,11 @@ def _describe(
         rule, tail = rule.replace("above", "at"), values >= values.max()
         if tail.sum() > SLOWEST_SHARE * n:
             rule, tail = _slowest(values)
+    # A number that is told must be right though all ranks come in bursts; means of a tail are not that sensitive.
+    lags = stats.rank_autocorrelation(values, times_ns)
+    n_eff95 = min(exceeding95, stats.samples_by_ranks(n, 0.95, lags))
+    n_eff = min(exceeding99, stats.samples_by_ranks(n, 0.99, lags))
+    allowed95, allowed99 = stats.allows_quantile(0.95, n_eff95), stats.allows_quantile(0.99, n_eff)
     interval = stats.quantile_interval(values, 0.99, n_eff) if allowed99 else None
     row = replace(
         row,
@@ -231,6 +277,7 @@ def _describe(
         p50_s=p50,
         p95_s=p95 if allowed95 else None,
         p99_s=p99 if allowed99 else None,
+        ci95_s=stats.quantile_interval(values, 0.95, n_eff95) if allowed95 else None,
         ci99_s=interval,
         reason=None if allowed99 else "too-few-samples",
         tail_rule=rule,

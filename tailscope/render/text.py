@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
+from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -13,6 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tailscope.model import ClassRow, Diagnosis, Finding, Objective, Party
+from tailscope.render import text_classes
+from tailscope.render.units import seconds as _seconds
 from tailscope.safe import printable
 
 STATUS_STYLE = {
@@ -51,11 +54,26 @@ def _parts(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     shown = [row for row in diagnosis.classes if row.n]
     if shown:
         yield Text()
-        yield _classes(shown)
+        yield _classes(shown, {entry["class"]: entry for entry in diagnosis.trace.get("attainment", ())})
         yield Text(
             "The parts are explained in docs/components.md; n_eff: what n is worth, as latencies come in bursts.",
             "dim",
         )
+    over_time = list(text_classes.over_time(diagnosis.trace.get("class_times", ())))
+    if over_time:
+        yield Text()
+        yield _heading("When")
+        yield from over_time
+    cells = list(text_classes.cells(diagnosis.trace.get("shapes", ())))
+    if cells:
+        yield Text()
+        yield _heading("Requests that wait more than others of their class")
+        yield from cells
+    for name, key in (("tenant", "tenants"), ("priority", "priorities")):
+        groups = text_classes.groups(name, diagnosis.trace.get(key, ()))
+        if groups:
+            yield Text()
+            yield groups
     objectives = [(row, objective) for row in diagnosis.classes for objective in row.objectives]
     if objectives:
         yield Text()
@@ -109,7 +127,7 @@ def _time(ns: int) -> datetime:
     return datetime.fromtimestamp(ns / 1e9, UTC)
 
 
-def _classes(rows: list[ClassRow]) -> Table:
+def _classes(rows: list[ClassRow], attained: dict[str, dict[str, Any]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
     for name, justify in (
         ("class", "left"),
@@ -121,7 +139,9 @@ def _classes(rows: list[ClassRow]) -> Table:
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     table.add_column("p99", justify="right")
     table.add_column("tail above typical, and where it went", overflow="fold")
-    for row in _shown(rows):
+    shown = list(_shown(rows))
+    last = {row.klass: i for i, row in enumerate(shown)}
+    for i, row in enumerate(shown):
         table.add_row(
             printable(row.klass, 24),
             row.metric,
@@ -132,6 +152,10 @@ def _classes(rows: list[ClassRow]) -> Table:
             _excess(row),
             style="red" if row.slo_broken else None,
         )
+        entry = attained.get(row.klass) if i == last[row.klass] else None
+        if entry:
+            name = printable(row.klass, 24)
+            table.add_row(name, "SLO", f"{entry['n']:,}", "", "", "", text_classes.attained(entry))
     return table
 
 
@@ -194,7 +218,8 @@ def _p99(row: ClassRow) -> str:
 
 def _excess(row: ClassRow) -> str:
     if row.excess_s is None:
-        return "" if row.basis == "histogram" else "too few requests"
+        plain = row.basis == "histogram" or row.metric == "queue" or row.p50_s is not None
+        return "" if plain else "too few requests"
     parts = sorted(row.excess.items(), key=lambda item: -abs(item[1]))
     shown = [(name, s) for name, s in parts if abs(s) >= SMALLEST_PART * abs(row.excess_s)][:MOST_PARTS]
     rest = row.excess_s - sum(s for _, s in shown)
@@ -250,19 +275,3 @@ def _party(party: Party) -> str:
         if v is not None
     )
     return f"{party.kind} {printable(party.id)}" + (f" ({detail})" if detail else "")
-
-
-def _seconds(value: float | None) -> str:
-    """At most three significant digits, with the unit that fits."""
-    if value is None:
-        return "-"
-    size = abs(value)
-    if size < 1e-9:
-        return "0 s"
-    if size >= 100:
-        return f"{value:,.0f} s"
-    if size >= 1:
-        return f"{value:.3g} s"
-    if size >= 1e-3:
-        return f"{value * 1e3:.3g} ms"
-    return f"{value * 1e6:.3g} µs"

@@ -164,8 +164,7 @@ def interval_null(seed: int) -> Result:
     covers: dict[str, bool | None] = {}
     for metric, values, truth in zip(METRICS, metrics, TRUE_P99_S[name], strict=True):
         # As the ledger states it.
-        above = (values > np.quantile(values, 0.99)).astype(np.float64)
-        n_eff = stats.effective_samples(above, times_ns)
+        n_eff = stats.quantile_samples(values, 0.99, times_ns)
         interval = (
             stats.quantile_interval(values, 0.99, n_eff) if stats.allows_quantile(0.99, n_eff) else None
         )
