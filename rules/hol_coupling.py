@@ -139,7 +139,7 @@ def by_steps(hurt: Sequence[Mapping[str, Any]]) -> Finding:
         basis="inferred",
         title=(
             f"Requests of class {' and '.join(victims)} wait behind the prefill of class {culprit} "
-            f"(prompts {worst['size_ratio']:.0f}x as long)"
+            f"(prompts {worst['prompt_ratio']:.0f}x as long)"
         ),
         culprit=Party(
             "class",
@@ -219,12 +219,7 @@ RULE = Rule(
     ),
     remedies=(
         _prefill.SMALLER_STEPS,
-        Remedy(
-            "Cap what one long prompt may take of a step, leaving room for short ones",
-            "--long-prefill-token-threshold, for example a quarter of the budget",
-            "vLLM V1; 0 (off) by default",
-            "TTFT of long prompts rises",
-        ),
+        _prefill.CAPPED_CHUNK,
         Remedy(
             "Serve short requests first",
             "--scheduling-policy priority, and `priority` in the request body (lower is served first)",

@@ -21,7 +21,7 @@ SELECT
     -- Steps that do not cover the requests (another zone, another time) say nothing of them.
     coalesce((SELECT any_value(matched >= 0.5 * total) FROM coverage WHERE "join" = 'request → iterations' AND total > 0), false) AS has_steps
 FROM class_rows k
-LEFT JOIN coupling c ON c.victim = k.klass AND c.size_ratio >= $size_ratio
+LEFT JOIN coupling c ON c.victim = k.klass AND c.prompt_ratio >= $size_ratio
 LEFT JOIN blamed b ON b.victim = c.victim AND b.culprit = c.culprit AND b.metric = k.metric
 WHERE k.tail_rule IS NOT NULL
 ORDER BY c.victim, c.culprit, k.metric

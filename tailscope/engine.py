@@ -14,11 +14,13 @@ from tailscope.align import Scope, align
 from tailscope.config import Config
 from tailscope.errors import UsageError
 from tailscope.ledger.bills import Ledger, write_bills
+from tailscope.ledger.class_work import write_class_work
 from tailscope.ledger.contrast import MIN_REQUESTS, write_contrast
 from tailscope.ledger.coupling import write_coupling
 from tailscope.ledger.engine_time import Limits
 from tailscope.ledger.histogram import ALL, histogram_rows
 from tailscope.ledger.step_costs import write_step_costs
+from tailscope.ledger.tenants import write_tenants
 from tailscope.ledger.what_if import write_what_if
 from tailscope.model import Check, ClassRow, Decision, Diagnosis, Finding, Rule, Verdict, VerdictStatus
 from tailscope.ranks.compared import write_ranks
@@ -59,6 +61,8 @@ def prepare(trace: Trace, config: Config, scope: Scope) -> tuple[Ledger, list[Cl
         classes += histogram_rows(trace, config.slos)
     _register_class_rows(trace, classes)
     write_coupling(trace)
+    write_tenants(trace, ledger)
+    write_class_work(trace, ledger)
     write_what_if(trace)
     return ledger, classes
 

@@ -37,7 +37,7 @@ class Coupling:
     culprit: str
     n: int
     n_eff: float
-    size_ratio: float
+    prompt_ratio: float
     culprit_requests: int
     coupled: int | None
     uncoupled: int | None
@@ -114,7 +114,7 @@ def _test(trace: Trace, victim: dict[str, Any], culprit: dict[str, Any]) -> Coup
         culprit=culprit["klass"],
         n=len(times),
         n_eff=stats.uncorrelated((ttft > np.median(ttft)).astype(np.float64), times),
-        size_ratio=culprit["size"] / victim["size"],
+        prompt_ratio=culprit["size"] / victim["size"],
         culprit_requests=culprit["n"],
         coupled=int(coupled.sum()) if with_steps else None,
         uncoupled=int((~coupled).sum()) if with_steps else None,
