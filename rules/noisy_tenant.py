@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
 from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Threshold, severity_of
@@ -32,19 +31,37 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
         )
     judged = [row for row in rows if row["klass"] is not None]
     hurt = [row for row in judged if matters(row, limits)]
-    noisy = [row for row in hurt if stands_out(row, limits)]
-    by_tenant = groupby(sorted(noisy, key=lambda r: str(r["tenant"])), key=lambda r: r["tenant"])
-    findings = tuple(finding(sorted(group, key=share, reverse=True)) for _, group in by_tenant)
+    noisy = [row for row in hurt if stands_out(row, limits) and takes_more(row, limits)]
+    always = [row for row in judged if row not in noisy and holds_up_all(row, limits)]
+    findings = tuple(finding(group) for group in by_tenant(noisy, always))
     if findings:
         return Decision("found", "one tenant's load holds up the others", findings)
     if hurt:
         worst = max(hurt, key=share)
-        return Decision(
-            "clear",
-            f"tenants hold each other up, but {worst['tenant']!r}, the worst, costs the others' {worst['metric']} tail only "
-            f"{times(worst):.2g}x what each other tenant does: the load is common",
-        )
+        if stands_out(worst, limits):
+            why = f"{worst['tenant']!r} is large, but not waited for more than its part of the load says"
+        else:
+            why = (
+                f"{worst['tenant']!r}, the worst, costs the others' {worst['metric']} tail only {times(worst):.2g}x what each other "
+                "tenant does: the load is common"
+            )
+        return Decision("clear", f"tenants hold each other up, but {why}")
     return Decision("clear", "no tenant's load is a real part of the others' tail")
+
+
+def by_tenant(noisy: Sequence[Row], always: Sequence[Row]) -> Iterator[list[Row]]:
+    """The rows of each tenant, those whose tail it is before those that wait for it all the time."""
+    for tenant in dict.fromkeys(str(row["tenant"]) for row in (*noisy, *always)):
+        mine = [row for row in noisy if str(row["tenant"]) == tenant]
+        if mine:
+            yield sorted(mine, key=share, reverse=True)
+        else:
+            yield sorted((row for row in always if str(row["tenant"]) == tenant), key=level, reverse=True)
+
+
+def level(row: Row) -> float:
+    """The share of all the others' time, not only of their tail's, that they wait for the tenant."""
+    return part(row["suspect_mean_s"], row["mean_s"])
 
 
 def share(row: Row) -> float:
@@ -68,10 +85,31 @@ def stands_out(row: Row, limits: Mapping[str, float]) -> bool:
     return times(row) >= limits["stands_out"]
 
 
+def takes_more(row: Row, limits: Mapping[str, float]) -> bool:
+    """Whether it is waited for more than its part of the load alone would make others wait: something that is scarce, in
+    bursts, or behind long prompts. Steps shared with whoever sends most are what a large tenant is."""
+    scarce = row["budget_s"] + row["slots_s"] + row["kv_s"]
+    tail = row["suspect_tail_s"] + (row["tenants"] - 1) * row["rest_tail_s"]
+    lift = part(part(row["suspect_tail_s"], tail), part(row["prefill_tokens"], row["all_prefill_tokens"]))
+    return bool(
+        scarce >= row["blamed_s"] / 2 or lift >= limits["lift"] or row["prompt_ratio"] >= limits["longer"]
+    )
+
+
+def holds_up_all(row: Row, limits: Mapping[str, float]) -> bool:
+    """Whether the others wait for it all the time, so that their tail is no slower than the rest: for what is scarce."""
+    return (
+        row["metric"] in ("TTFT", "E2E")
+        and part(row["scarce_mean_s"], row["mean_s"]) >= limits["level"]
+        and stands_out(row, limits)
+    )
+
+
 def finding(hurt: Sequence[Row]) -> Finding:
     """`hurt`: rows of one tenant, the worst first, one a class of victims and metric."""
     worst = hurt[0]
-    means = sorted(MEANS, key=lambda name: -worst[name])
+    means = sorted(MEANS, key=lambda name: -abs(worst[name]))
+    in_tail = share(worst) >= RULE.limits["share"]
     others = worst["tenants"] - 1
     evidence = [
         Evidence(
@@ -80,7 +118,16 @@ def finding(hurt: Sequence[Row]) -> Finding:
             {k: r[k] for k in ("klass", "metric", "blamed_s", "excess_s", *MEANS)},
         )
         for r in hurt[:6]
+        if in_tail
     ]
+    if not in_tail:
+        evidence.append(
+            Evidence(
+                f"other tenants' {worst['klass']} {worst['metric']}: {worst['suspect_mean_s']:.3g} s of the mean {worst['mean_s']:.3g} s "
+                "is waited for it, in the tail and else",
+                {k: worst[k] for k in ("klass", "metric", "suspect_mean_s", "mean_s")},
+            )
+        )
     evidence += [
         Evidence(
             f"in that tail a request waited {worst['suspect_tail_s']:.3g} s for it and {worst['rest_tail_s']:.3g} s for each of the "
@@ -100,7 +147,7 @@ def finding(hurt: Sequence[Row]) -> Finding:
             Evidence("at its peak the others together had more tokens in flight than it"),
         )
     unexplained = worst["excess_s"] - worst["blamed_s"]
-    if share(worst) < 0.5:
+    if in_tail and share(worst) < 0.5:
         counter.append(
             Evidence(
                 f"{unexplained:.3g} s of the {worst['excess_s']:.3g} s would be there without it",
@@ -110,9 +157,10 @@ def finding(hurt: Sequence[Row]) -> Finding:
     return Finding(
         rule=RULE.name,
         status="found",
-        severity=severity_of(share(worst), any(r["slo_broken"] for r in hurt)),
+        severity=severity_of(share(worst) if in_tail else level(worst), any(r["slo_broken"] for r in hurt)),
         basis="inferred",
-        title=f"Tenant {worst['tenant']} makes the requests of other tenants slow, by {MEANS[means[0]]}",
+        title=f"Tenant {worst['tenant']} makes the requests of other tenants slow, by {MEANS[means[0]]}"
+        + ("" if in_tail else ", all the time"),
         culprit=Party(
             "tenant",
             worst["tenant"],
@@ -126,14 +174,14 @@ def finding(hurt: Sequence[Row]) -> Finding:
             Party("tenant", name, {"metric": worst["metric"], "class": worst["klass"]})
             for name in worst["victims"] or ()
         ),
-        share_of_tail=share(worst),
+        share_of_tail=share(worst) if in_tail else None,
         window_ns=(worst["first_ns"], worst["last_ns"]),
         evidence=tuple(evidence),
         counter_evidence=tuple(counter),
         remedies=remedies(worst),
         confirm_by=RULE.confirm_by,
         claims=claims(worst),
-        explains={f"{r['klass']}\t{r['metric']}": r["class_s"] for r in hurt if r["class_s"] > 0},
+        explains={f"{r['klass']}\t{r['metric']}": r["class_s"] for r in hurt if in_tail and r["class_s"] > 0},
     )
 
 
@@ -161,7 +209,7 @@ def remedies(row: Row) -> tuple[Remedy, ...]:
         CAP,
         do=(
             f"{CAP.do}, for example at {_tails.rounded(cap_at)} (now up to {_tails.rounded(row['peak_tokens'])}); "
-            f"the others' {row['metric']} tail becomes up to {row['blamed_s']:.3g} s shorter"
+            f"the others' {row['metric']} becomes up to {max(row['blamed_s'], row['suspect_mean_s']):.3g} s shorter"
         ),
     )
     if row["prefill_s"] + row["budget_s"] < row["slots_s"] + row["kv_s"]:
@@ -209,6 +257,14 @@ RULE = Rule(
             "x",
             "Equal tenants that burst by chance differ by less; where all burst together nobody is to blame.",
         ),
+        Threshold(
+            "lift",
+            1.5,
+            "x",
+            "Who is waited for in proportion to what it sends is large, not noisy: steps are shared by all.",
+        ),
+        Threshold("longer", 4, "x", "Prompts a few times as long are what others wait behind."),
+        Threshold("level", 0.3, "0-1", "A third of all the time: there is no tail where everybody waits."),
     ),
     remedies=(CAP, PRIORITY, _prefill.SMALLER_STEPS, OWN_POOL),
     confirm_by=(

@@ -17,6 +17,7 @@ from tailscope.ledger.bills import Ledger, write_bills
 from tailscope.ledger.class_work import write_class_work
 from tailscope.ledger.contrast import MIN_REQUESTS, write_contrast
 from tailscope.ledger.coupling import write_coupling
+from tailscope.ledger.doses import write_doses
 from tailscope.ledger.engine_time import Limits
 from tailscope.ledger.histogram import ALL, histogram_rows
 from tailscope.ledger.step_costs import write_step_costs
@@ -61,6 +62,7 @@ def prepare(trace: Trace, config: Config, scope: Scope) -> tuple[Ledger, list[Cl
         classes += histogram_rows(trace, config.slos)
     _register_class_rows(trace, classes)
     write_coupling(trace)
+    write_doses(trace, ledger)
     write_tenants(trace, ledger)
     write_class_work(trace, ledger)
     write_what_if(trace)

@@ -66,9 +66,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "tenant_blame": {
         "tail_rule": "above p99", "tail_n": 10, "prefill_before": 0.0, "prefill_beside": 0.0, "budget": 0.0, "slots": 0.0, "kv": 0.0,
-        "prefill_in_decode": 0.0, "preempted": 0.0, "first_ns": 10, "last_ns": 90,
+        "prefill_in_decode": 0.0, "preempted": 0.0, "suspect_mean_s": 0.0, "scarce_mean_s": 0.0, "mean_s": 1.0, "prompt_ratio": 1.0, "first_ns": 10, "last_ns": 90,
     },
     "class_work": {"instance": "a"},
+    "chunks": {"instance": "a", "engine": 0},
+    "doses": {"window_s": 0.1},
     "metrics": {"instance": "a"},
     "series": {"instance": "a"},
 }  # fmt: skip

@@ -160,7 +160,12 @@ class Victims:
     @property
     def window_ns(self) -> int:
         """How long after an arrival a culprit's prefill exposes a request to it."""
-        return max(int(np.quantile(self.ttft_s, 0.25) * 1e9), 50_000_000)
+        return own_window_ns(self.ttft_s)
+
+
+def own_window_ns(ttft_s: Floats) -> int:
+    """A window after arrival that most of a class's requests do not outlast, whatever befalls them."""
+    return max(int(np.quantile(ttft_s, 0.25) * 1e9), 50_000_000)
 
 
 def exposure(victims: Victims, starts_ns: Ints, ends_ns: Ints) -> stats.ExposureEffect | None:

@@ -15,7 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from tailscope.ledger.bills import Ledger
-from tailscope.ledger.contrast import MIN_REQUESTS, Members, compared, per_token
+from tailscope.ledger.contrast import MIN_REQUESTS, compared, per_token
 from tailscope.ledger.tenant_parts import GAP_KINDS, KINDS, Parts, divided
 from tailscope.stats import Floats, Ints
 from tailscope.store import Trace
@@ -24,6 +24,8 @@ from tailscope.store import Trace
 MOST = 7
 #: Of how many tenants it is found out what they cost all others: those that cost the classes' tails most.
 SUSPECTS = 3
+#: What there is only so much of: who has it keeps others out.
+SCARCE = ("budget", "slots", "kv")
 #: Victims that are named.
 MOST_VICTIMS = 3
 
@@ -50,7 +52,8 @@ class Blame:
 
     `excess_s`: tail less typical of the others' requests; each of KINDS the suspect's part of it, together `blamed_s`.
     `suspect_tail_s`: what the tail's requests waited for the suspect, `rest_tail_s` for each of the others on average,
-    their own tenant among them. `class_s`: the part of the excess of the whole class that is blamed on the suspect.
+    their own tenant among them; `suspect_mean_s` of `mean_s` is what all the others' requests waited for it, `scarce_mean_s` of that for SCARCE. `class_s`: the part of
+    the excess of the whole class that is blamed on the suspect. `prompt_ratio`: how many times as long its prompts are.
     """
 
     culprit: str
@@ -71,6 +74,10 @@ class Blame:
     blamed_s: float
     suspect_tail_s: float
     rest_tail_s: float
+    suspect_mean_s: float
+    scarce_mean_s: float
+    mean_s: float
+    prompt_ratio: float
     class_s: float
     victims: list[str]
     first_ns: int
@@ -296,7 +303,8 @@ def _on_others(
             continue
         slow = members.tail
         excess = _weighed(parts, rid, members.before, members.decode)
-        in_tail = _weighed(parts, rid[slow], *_tail_weights(members, row.metric, output)).sum(axis=0)
+        in_tail = _weighed(parts, rid[slow], *_even_weights(row.metric, output[slow])).sum(axis=0)
+        on_all = _weighed(parts, rid[among], *_even_weights(row.metric, output[among]))[:, suspect]
         values = {"TTFT": ttft, "TPOT": per_token(ttft, e2e, output), "E2E": e2e}[row.metric]
         yield _blame(
             names,
@@ -311,6 +319,11 @@ def _on_others(
             tail_rule=row.tail_rule,
             tail_n=row.tail_n,
             excess_s=row.excess_s,
+            suspect_mean_s=float(on_all.sum()),
+            scarce_mean_s=float(on_all[[kind in SCARCE for kind in KINDS]].sum()),
+            mean_s=float(values[among].mean()),
+            prompt_ratio=_median(load.computed[load.tenant == suspect])
+            / max(_median(load.computed[others]), 1.0),
             class_s=float(of_class.get((klass, row.metric), np.zeros(len(names)))[suspect]),
             first_ns=int(arrivals[slow].min()),
             last_ns=int((arrivals[slow] + load.e2e_ns[others][slow]).max()),
@@ -340,15 +353,19 @@ def _blame(
     )
 
 
-def _tail_weights(members: Members, metric: str, output: Floats) -> tuple[Floats, Floats]:
-    """Weights of the tail's requests alone, with which their waits are the mean wait by a metric."""
-    slow = members.tail
-    each = np.full(int(slow.sum()), 1 / max(int(slow.sum()), 1))
+def _even_weights(metric: str, output: Floats) -> tuple[Floats, Floats]:
+    """Weights of requests, for their time to the first token and their decode, with which what they wait for is the mean
+    by a metric."""
+    each = np.full(len(output), 1 / max(len(output), 1))
     if metric == "TTFT":
         return each, np.zeros(len(each))
     if metric == "TPOT":
-        return np.zeros(len(each)), each / np.maximum(output[slow] - 1, 1)
+        return np.zeros(len(each)), each / np.maximum(output - 1, 1)
     return each, each
+
+
+def _median(values: Floats) -> float:
+    return float(np.median(values)) if len(values) else 0.0
 
 
 def _by_gaps(
@@ -388,6 +405,11 @@ def _by_gaps(
                 tail_rule="the class's tail",
                 tail_n=int(of_tail.sum()),
                 excess_s=float((end - start) @ own / 1e9),
+                # The gaps are a sample of the tail and of the middle, which has no mean of all.
+                suspect_mean_s=0.0,
+                scarce_mean_s=0.0,
+                mean_s=0.0,
+                prompt_ratio=0.0,
                 class_s=float(
                     sum(parts[kind][suspect, place[theirs]] @ weight[theirs] for kind in GAP_KINDS)
                 ),
