@@ -22,6 +22,12 @@ SMALLER_STEPS = Remedy(
     "vLLM V1, all versions, with chunked prefill (the default)",
     "Long prompts get more, smaller chunks: their TTFT rises, throughput falls somewhat",
 )
+CAPPED_CHUNK = Remedy(
+    "Cap what one long prompt may take of a step, leaving room for short ones",
+    "--long-prefill-token-threshold, for example a quarter of the budget",
+    "vLLM V1; 0 (off) by default",
+    "TTFT of long prompts rises",
+)
 SEPARATE = Remedy(
     "Separate prefill from decode",
     "--kv-transfer-config",

@@ -139,6 +139,11 @@ def counted(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'s' * (n != 1)}"
 
 
+def rounded(number: float) -> str:
+    """A large number to three digits, as 12,600."""
+    return f"{float(f'{number:.3g}'):,.0f}"
+
+
 def engine_name(row: Row) -> str:
     """How an engine is called: by its number, and by its instance where there are several."""
     number = "" if row["engine"] is None else str(row["engine"])

@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Threshold, severity_of
+from tailscope.model import Decision, Evidence, Finding, Party, Rows, Rule, Threshold, severity_of
 
-from . import _prefill, _tails
+from . import _coupling_forms, _prefill, _tails
+
+#: An exposure test that is not significant at this level has seen nothing.
+NOT_SEEN = 0.05
 
 
 def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
@@ -41,7 +44,7 @@ def judge(rows: Sequence[Mapping[str, Any]], limits: Mapping[str, float]) -> Fin
         exposed = [r for r in rows if slower_when_exposed(r, limits)]
         return by_statistics(max(exposed, key=lambda r: r["difference_s"]), limits) if exposed else None
     hurt = [r for r in rows if matters(r, limits)]
-    return by_steps(sorted(hurt, key=share, reverse=True)) if hurt else None
+    return by_steps(sorted(hurt, key=share, reverse=True), limits) if hurt else None
 
 
 def share(row: Mapping[str, Any]) -> float:
@@ -100,10 +103,10 @@ def by_statistics(row: Mapping[str, Any], limits: Mapping[str, float]) -> Findin
     )
 
 
-def by_steps(hurt: Sequence[Mapping[str, Any]]) -> Finding:
+def by_steps(hurt: Sequence[Mapping[str, Any]], limits: Mapping[str, float]) -> Finding:
     """`hurt`: rows of one culprit, the worst first, one a victim class and metric."""
     worst = hurt[0]
-    culprit = worst["culprit"]
+    culprit, form = worst["culprit"], _coupling_forms.form_of(hurt)
     victims = list(dict.fromkeys(r["victim"] for r in hurt))
     evidence = [
         Evidence(
@@ -113,6 +116,7 @@ def by_steps(hurt: Sequence[Mapping[str, Any]]) -> Finding:
         )
         for r in hurt[:6]
     ]
+    evidence.append(_coupling_forms.parts(next((r for r in hurt if r["metric"] == "TTFT"), worst)))
     if worst["coupled_p50_s"] is not None and worst["uncoupled_p50_s"] is not None:
         evidence.append(
             Evidence(
@@ -129,22 +133,38 @@ def by_steps(hurt: Sequence[Mapping[str, Any]]) -> Finding:
             )
         )
     counter = [control(worst)]
-    if worst["p_value"] is not None:
-        (evidence if worst["p_value"] <= 0.05 else counter).append(exposure(worst))
+    # The exposure test and the dose are of TTFT: they speak for or against what is said of it.
+    tested = next((r for r in hurt if r["metric"] in ("TTFT", "E2E")), None)
+    if tested is not None:
+        if tested["p_value"] is not None:
+            (evidence if tested["p_value"] <= 0.05 else counter).append(exposure(tested))
+        for said in (_coupling_forms.dose(tested, limits), _coupling_forms.order(tested)):
+            if said is not None:
+                (evidence if said.speaks_for else counter).append(said.evidence)
+    severity = severity_of(share(worst), any(r["slo_broken"] for r in hurt))
+    if tested is not None and contradicted(tested, limits):
+        severity = _coupling_forms.LOWER[severity]
+        counter.append(
+            Evidence(
+                "the two estimators disagree: neither the exposure test nor the dose sees what the steps' evidence claims, so this "
+                "counts a step less"
+            )
+        )
     details = {r["victim"]: r for r in reversed(hurt)}
     return Finding(
         rule=RULE.name,
         status="found",
-        severity=severity_of(share(worst), any(r["slo_broken"] for r in hurt)),
+        severity=severity,
         basis="inferred",
         title=(
             f"Requests of class {' and '.join(victims)} wait behind the prefill of class {culprit} "
-            f"(prompts {worst['size_ratio']:.0f}x as long)"
+            f"(prompts {worst['prompt_ratio']:.0f}x as long), {_coupling_forms.FORMS[form]}"
         ),
         culprit=Party(
             "class",
             culprit,
             {
+                "form": form,
                 "requests": worst["culprit_requests"],
                 "longest_prompt_tokens": worst["culprit_longest"],
                 "on": worst["culprit_instances"],
@@ -166,10 +186,21 @@ def by_steps(hurt: Sequence[Mapping[str, Any]]) -> Finding:
         window_ns=(worst["first_ns"], worst["last_ns"]) if worst["first_ns"] is not None else None,
         evidence=tuple(evidence),
         counter_evidence=tuple(counter),
-        remedies=_prefill.sized(RULE.remedies, worst["budget"]),
-        confirm_by=RULE.confirm_by,
+        remedies=_coupling_forms.remedies(form, hurt, limits),
+        confirm_by=(*_coupling_forms.confirm_by(worst), *RULE.confirm_by),
         claims=_tails.OTHERS_PREFILL,
         explains={f"{r['victim']}\t{r['metric']}": r["blamed_s"] for r in hurt},
+    )
+
+
+def contradicted(row: Mapping[str, Any], limits: Mapping[str, float]) -> bool:
+    """Whether the statistics see nothing although they had the samples to: no more TTFT with more prefill, and none beside
+    it at all."""
+    return (
+        could_have_shown(row, limits)
+        and row["p_value"] > NOT_SEEN
+        and row["rho_high"] is not None
+        and row["rho_high"] < limits["dose"]
     )
 
 
@@ -215,30 +246,15 @@ RULE = Rule(
             "",
             "Measured on 1,997 unrelated pools that share bursty load: 0.6 % are called coupled at 0.01, 4.5 % at 0.05.",
         ),
+        Threshold(
+            "dose",
+            0.1,
+            "Spearman's rho",
+            "Where even the upper end of its interval lies below, the harm does not follow the amount of prefill.",
+        ),
         Threshold("effective_samples", 100, "", "A statistical estimator alone decides nothing below this."),
     ),
-    remedies=(
-        _prefill.SMALLER_STEPS,
-        Remedy(
-            "Cap what one long prompt may take of a step, leaving room for short ones",
-            "--long-prefill-token-threshold, for example a quarter of the budget",
-            "vLLM V1; 0 (off) by default",
-            "TTFT of long prompts rises",
-        ),
-        Remedy(
-            "Serve short requests first",
-            "--scheduling-policy priority, and `priority` in the request body (lower is served first)",
-            "vLLM V1",
-            "Orders admission, and whom to preempt: a chunk that runs is not interrupted; long requests may starve",
-        ),
-        Remedy(
-            "Send long prompts to instances of their own",
-            "router configuration",
-            "any",
-            "More instances, less sharing of capacity",
-        ),
-        _prefill.SEPARATE,
-    ),
+    remedies=_coupling_forms.REMEDIES["compute"],
     confirm_by=(
         "Replay with --max-num-batched-tokens halved: the longest step and the coupled TTFT fall together",
         "Remove the long class for ten minutes: the coupled requests' TTFT falls to the uncoupled one's",

@@ -15,8 +15,10 @@ from tailscope.classes import class_tables
 from tailscope.config import Config
 from tailscope.errors import UsageError
 from tailscope.ledger.bills import Ledger, write_bills
+from tailscope.ledger.class_work import write_class_work
 from tailscope.ledger.contrast import MIN_REQUESTS, write_contrast
 from tailscope.ledger.coupling import write_coupling
+from tailscope.ledger.doses import write_doses
 from tailscope.ledger.engine_time import Limits
 from tailscope.ledger.hidden import write_hidden
 from tailscope.ledger.histogram import ALL, histogram_rows
@@ -27,6 +29,7 @@ from tailscope.ledger.long_steps import write_long_steps
 from tailscope.ledger.prompt_cache import write_cache_losses
 from tailscope.ledger.replicas import write_replicas
 from tailscope.ledger.step_costs import write_step_costs
+from tailscope.ledger.tenants import write_tenants
 from tailscope.ledger.upstream import write_upstream
 from tailscope.ledger.what_if import write_what_if
 from tailscope.model import Check, ClassRow, Decision, Diagnosis, Finding, Rule, Verdict, VerdictStatus
@@ -76,6 +79,9 @@ def prepare(trace: Trace, config: Config, scope: Scope) -> tuple[Ledger, list[Cl
     write_coupling(trace)
     write_replicas(trace)
     write_hidden(trace)
+    write_doses(trace, ledger)
+    write_tenants(trace, ledger)
+    write_class_work(trace, ledger)
     write_what_if(trace)
     return ledger, classes
 

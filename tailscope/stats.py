@@ -362,6 +362,40 @@ def _ranks(values: Floats) -> Floats:
     return np.asarray(((np.cumsum(count) - (count - 1) / 2) / len(values))[index])
 
 
+@dataclass(frozen=True)
+class RankCorrelation:
+    """Spearman's rho and its 95 % interval, None where too few effective samples allow one."""
+
+    rho: float | None
+    low: float | None
+    high: float | None
+    n_eff: float
+
+
+#: Effective samples from which a correlation's interval is more than a guess.
+MIN_CORRELATED = 10
+
+
+def rank_correlation(x: Floats, y: Floats, times_ns: Ints) -> RankCorrelation:
+    """Spearman's correlation of two series observed together, and its interval by Fisher's transformation.
+
+    The transformed value's variance is 1.06 / (n - 3) (Fieller, Hartley and Pearson 1957), with n the smaller of the two
+    series' effective samples: by Bartlett (1946) what counts is the product of their autocorrelations, so that is the
+    safe side. Two samples or fewer, or a series without variation: no rho.
+    """
+    if len(x) < 3 or x.max() == x.min() or y.max() == y.min():
+        return RankCorrelation(None, None, None, float(len(x)))
+    a, b = _ranks(x) - 0.5, _ranks(y) - 0.5
+    a, b = a - a.mean(), b - b.mean()
+    rho = float(np.clip((a @ b) / np.sqrt((a @ a) * (b @ b)), -1.0, 1.0))
+    n_eff = min(uncorrelated(a, times_ns), uncorrelated(b, times_ns))
+    if n_eff < MIN_CORRELATED:
+        return RankCorrelation(rho, None, None, n_eff)
+    width = 1.96 * np.sqrt(1.06 / (n_eff - 3))
+    middle = np.arctanh(np.clip(rho, -0.999999, 0.999999))
+    return RankCorrelation(rho, float(np.tanh(middle - width)), float(np.tanh(middle + width)), n_eff)
+
+
 def change_point(values: Floats) -> tuple[int, float]:
     """(index, p) of the likeliest change of level: values from the index on differ from those before.
 

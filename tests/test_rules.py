@@ -70,6 +70,17 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "expert_work": {"window": 0, "group": "", "layer": 0, "recorded": False},
     "expert_sets": {"set": 0, "instance": "a", "kind": "experts", "steps": 100, "windows": 1, "tokens": 100_000},
+    "tenants": {
+        "requests": 100, "prefill_tokens": 10_000.0, "output_tokens": 1_000.0, "mean_tokens": 500.0, "peak_tokens": 2_000.0,
+        "peak_share": 0.6, "peak_ns": 50, "tenants": 3,
+    },
+    "tenant_blame": {
+        "tail_rule": "above p99", "tail_n": 10, "prefill_before": 0.0, "prefill_beside": 0.0, "budget": 0.0, "slots": 0.0, "kv": 0.0,
+        "prefill_in_decode": 0.0, "preempted": 0.0, "suspect_mean_s": 0.0, "scarce_mean_s": 0.0, "mean_s": 1.0, "prompt_ratio": 1.0, "first_ns": 10, "last_ns": 90,
+    },
+    "class_work": {"instance": "a"},
+    "chunks": {"instance": "a", "engine": 0},
+    "doses": {"window_s": 0.1},
     "metrics": {"instance": "a"},
     "series": {"instance": "a"},
 }  # fmt: skip

@@ -281,7 +281,7 @@ def _bookings(
     prefilling |= stalls.parts(decoding=False)
     decoding |= stalls.parts(decoding=True)
     return [
-        Booking("wait", wait, waiting, "frontend", time.prefill_bounds(arrived, queued)),
+        Booking("wait", wait, waiting, "frontend", time.prefill_bounds(handed, queued)),
         Booking("queue", queue, queueing, "queue"),
         Booking("prefill", prefill, prefilling, "unexplained", time.prefill_bounds(scheduled, first)),
         Booking("decode", decode, decoding, "unexplained", time.prefill_bounds(first, last)),

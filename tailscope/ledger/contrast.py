@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -163,19 +163,58 @@ def _request_metrics(trace: Trace, klass: str, slos: tuple[Slo, ...]) -> list[Cl
     ttft, e2e = np.asarray(columns["ttft_ns"]) / 1e9, np.asarray(columns["e2e_ns"]) / 1e9
     computed, output = np.asarray(columns["computed"], np.float64), np.asarray(columns["output"], np.float64)
     observer = " + ".join(sorted({str(o) for o in columns["observer"]}))
+    rows = []
+    for row, among, members in compared(klass, observer, arrivals, ttft, e2e, computed, output):
+        values = {"TTFT": ttft, "TPOT": per_token(ttft, e2e, output), "E2E": e2e}[row.metric][among]
+        rows.append(replace(row, objectives=_objectives(slos, klass, row.metric, values, arrivals[among])))
+        if members is not None:
+            _add_members(trace, klass, row.metric, rid, members.before, members.decode, members.tail)
+    queued = np.ma.getmaskarray(np.ma.asarray(columns["queue_ns"]))
+    if not queued.all():
+        queue = np.ma.asarray(columns["queue_ns"])[~queued].astype(np.float64) / 1e9
+        row, _tail = _describe(klass, "queue", observer, np.asarray(queue), arrivals[~queued])
+        # A part of TTFT, whose bill says why; it has no tail of its own.
+        rows.append(replace(row, tail_rule=None, tail_n=0))
+    return rows
+
+
+@dataclass(frozen=True)
+class Members:
+    """Which of a population's requests are its tail, and each one's weight in the excess: tail less typical, for its time
+    up to the first token and for its decode."""
+
+    before: Floats
+    decode: Floats
+    tail: NDArray[np.bool_]
+
+
+def per_token(ttft: Floats, e2e: Floats, output: Floats) -> Floats:
+    """TPOT of each request; 0 where there is no second token."""
+    return (e2e - ttft) * np.where(output > 1, 1 / np.maximum(output - 1, 1), 0.0)
+
+
+def compared(
+    klass: str,
+    observer: str,
+    arrivals: NDArray[np.int64],
+    ttft: Floats,
+    e2e: Floats,
+    computed: Floats,
+    output: Floats,
+) -> Iterator[tuple[ClassRow, NDArray[np.bool_], Members | None]]:
+    """TTFT, TPOT and E2E of a population of requests (s; tokens): its row, whom it is of, and the members of the tail and
+    its typical counterpart, None below MIN_REQUESTS."""
     decodes = output > 1
-    per_token = np.where(decodes, 1 / np.maximum(output - 1, 1), 0.0)
-    tpot = (e2e - ttft) * per_token
+    shares = np.where(decodes, 1 / np.maximum(output - 1, 1), 0.0)
+    tpot = per_token(ttft, e2e, output)
     typical_ttft, typical_tpot = _typical(ttft, _bucket(computed)), _typical_of(tpot, decodes)
     # Where it is not known how many tokens an answer had there is no decode per token.
     typical_rest = _typical_of(e2e - ttft, ~decodes)
-    rows = []
     for metric, values, inside in (("TTFT", ttft, None), ("TPOT", tpot, decodes), ("E2E", e2e, None)):
         among = np.ones(len(values), bool) if inside is None else inside
         row, tail = _describe(klass, metric, observer, values[among], arrivals[among])
-        row = replace(row, objectives=_objectives(slos, klass, metric, values[among], arrivals[among]))
         if tail is None:
-            rows.append(row)
+            yield row, among, None
             continue
         everyone = np.zeros(len(values), bool)
         everyone[np.flatnonzero(among)[tail]] = True
@@ -184,20 +223,12 @@ def _request_metrics(trace: Trace, klass: str, slos: tuple[Slo, ...]) -> list[Cl
         if metric == "TTFT":
             decode = np.zeros(len(values))
         elif metric == "TPOT":
-            decode = (share - typical_tpot * share.sum()) * per_token
+            decode = (share - typical_tpot * share.sum()) * shares
         else:
             tokens = float((share * np.maximum(output - 1, 0)).sum())
-            decode = share - typical_tpot * per_token * tokens - typical_rest * share[~decodes].sum()
+            decode = share - typical_tpot * shares * tokens - typical_rest * share[~decodes].sum()
         excess = float(before @ ttft + decode @ (e2e - ttft))
-        _add_members(trace, klass, metric, rid, before, decode, everyone)
-        rows.append(replace(row, excess_s=excess))
-    queued = np.ma.getmaskarray(np.ma.asarray(columns["queue_ns"]))
-    if not queued.all():
-        queue = np.ma.asarray(columns["queue_ns"])[~queued].astype(np.float64) / 1e9
-        row, _tail = _describe(klass, "queue", observer, np.asarray(queue), arrivals[~queued])
-        # A part of TTFT, whose bill says why; it has no tail of its own.
-        rows.append(replace(row, tail_rule=None, tail_n=0))
-    return rows
+        yield replace(row, excess_s=excess), among, Members(before, decode, everyone)
 
 
 def _typical(values: Floats, alike: NDArray[np.int64]) -> Callable[[Floats], Floats]:

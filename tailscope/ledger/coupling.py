@@ -37,7 +37,7 @@ class Coupling:
     culprit: str
     n: int
     n_eff: float
-    size_ratio: float
+    prompt_ratio: float
     culprit_requests: int
     coupled: int | None
     uncoupled: int | None
@@ -114,7 +114,7 @@ def _test(trace: Trace, victim: dict[str, Any], culprit: dict[str, Any]) -> Coup
         culprit=culprit["klass"],
         n=len(times),
         n_eff=stats.uncorrelated((ttft > np.median(ttft)).astype(np.float64), times),
-        size_ratio=culprit["size"] / victim["size"],
+        prompt_ratio=culprit["size"] / victim["size"],
         culprit_requests=culprit["n"],
         coupled=int(coupled.sum()) if with_steps else None,
         uncoupled=int((~coupled).sum()) if with_steps else None,
@@ -160,7 +160,12 @@ class Victims:
     @property
     def window_ns(self) -> int:
         """How long after an arrival a culprit's prefill exposes a request to it."""
-        return max(int(np.quantile(self.ttft_s, 0.25) * 1e9), 50_000_000)
+        return own_window_ns(self.ttft_s)
+
+
+def own_window_ns(ttft_s: Floats) -> int:
+    """A window after arrival that most of a class's requests do not outlast, whatever befalls them."""
+    return max(int(np.quantile(ttft_s, 0.25) * 1e9), 50_000_000)
 
 
 def exposure(victims: Victims, starts_ns: Ints, ends_ns: Ints) -> stats.ExposureEffect | None:

@@ -147,10 +147,11 @@ def long_prompts(rng: Rng, strength: float) -> Load:
 COUPLED = Cause(
     "hol-coupling", "class:long", ("<512",), {"loads": ["documents"]}
 )  # any class of prompts as long as those of `documents`
+MIXED = Cause("size-ratio", None, ("<512",), {"loads": ["documents"]})  # the same, as a mix of sizes
 
 
 def coupling(rng: Rng, strength: float) -> Scenario:
-    return world(rng, chat(rng), long_prompts(rng, strength), causes=(COUPLED,))
+    return world(rng, chat(rng), long_prompts(rng, strength), causes=(COUPLED, MIXED))
 
 
 #: Blocks that no world here fills.
@@ -240,7 +241,7 @@ def in_step(rng: Rng, strength: float) -> Scenario:
         prompt_tokens=Sizes(uniform(rng, 6_000, 16_000), 0.3, 4_000, 31_000),
     )
     alone = Cause("dp-coupling", None, (), {"engine": {"moe": False}})
-    return world(rng, chat(rng, uniform(rng, 8, 16)), documents, engine=made, causes=(alone, COUPLED))
+    return world(rng, chat(rng, uniform(rng, 8, 16)), documents, engine=made, causes=(alone, COUPLED, MIXED))
 
 
 # -- pairs -------------------------------------------------------------------------------------
@@ -252,12 +253,14 @@ def coupling_and_squeeze(rng: Rng, strength: float) -> Scenario:
     documents = replace(long_prompts(rng, 1.0), prompt_tokens=Sizes(6_000, 0.2, 4_000, 7_900))
     one = world(rng, load, documents, engine=engine(rng, max_model_len=8_200))
     storm = Cause("preemption-storm", None, ("<512",), ROOMY)
-    return replace(short_of_cache(one, 0.02 * strength), causes=(COUPLED, storm))
+    return replace(short_of_cache(one, 0.02 * strength), causes=(COUPLED, MIXED, storm))
 
 
 def coupling_and_straggler(rng: Rng, strength: float) -> Scenario:
     one = straggling(rng, strength)
-    return replace(one, loads=(*one.loads, long_prompts(rng, 2 * strength)), causes=(COUPLED, *one.causes))
+    return replace(
+        one, loads=(*one.loads, long_prompts(rng, 2 * strength)), causes=(COUPLED, MIXED, *one.causes)
+    )
 
 
 def squeeze_and_straggler(rng: Rng, strength: float) -> Scenario:
@@ -415,13 +418,15 @@ def regular_documents(rng: Rng, _: float) -> Scenario:
     """A long prompt every so many seconds, as exactly as a clock: a beat in the load, not in the engine."""
     every = uniform(rng, 5, 15)
     documents = replace(long_prompts(rng, 1.0), arrivals="regular", rate=1 / every)
-    return world(rng, chat(rng), documents, causes=(COUPLED,))
+    return world(rng, chat(rng), documents, causes=(COUPLED, MIXED))
 
 
 def engines_apart(rng: Rng, _: float) -> Scenario:
     """Data-parallel engines of a dense model, which share nothing: a long prompt holds up its own engine alone."""
     made = engine(rng, data_parallel=int(rng.choice([2, 4])), moe=False)
-    return world(rng, chat(rng, uniform(rng, 8, 16)), long_prompts(rng, 2.0), engine=made, causes=(COUPLED,))
+    return world(
+        rng, chat(rng, uniform(rng, 8, 16)), long_prompts(rng, 2.0), engine=made, causes=(COUPLED, MIXED)
+    )
 
 
 def engines_alike(rng: Rng, _: float) -> Scenario:

@@ -91,7 +91,9 @@ def _played(
     result.part_profiled = (
         slow and sum(seconds for _, seconds in scenario.telemetry.profile) < scenario.duration_s
     )
-    others = {cause.rule: simulate(without(scenario, cause)) for cause in scenario.causes}
+    played = {repr(cause.without): cause for cause in scenario.causes}
+    worlds = {left_out: simulate(without(scenario, cause)) for left_out, cause in played.items()}
+    others = {cause.rule: worlds[repr(cause.without)] for cause in scenario.causes}
     for cause in scenario.causes:
         result.labels[cause.rule] = _culprit(cause, outcome)
         result.cost[cause.rule] = _cost(outcome, others[cause.rule])
