@@ -20,7 +20,7 @@ from tailscope import stats
 from tailscope.stats import Floats, Ints
 
 #: Parts of a trace's time that blocks are made of.
-SLICES = 1024
+SLICES = 512
 #: How often the blocks are drawn again.
 DRAWS = 599
 #: A block is at least so many times as long as what one independent sample takes (the integrated autocorrelation time).
@@ -272,20 +272,19 @@ def changes(before: Sample, after: Sample) -> list[Change]:
             continue
         sides = before.values[key], after.values[key]
         counts = sides[0].n, sides[1].n
-        enough = all((v.weights > 0).sum() >= MIN_VALUES for v in sides)
-        drawn = [s.blocks.quantiles(v) for s, v in zip((before, after), sides, strict=True)] if enough else []
-        for q in QUANTILES:
-            row = Change(*key, f"p{100 * q:g}", counts, (0.0, 0.0), reason="too-few-samples")
-            if not enough:
-                rows.append(row)
-                break
-            row = _stated(row, q, sides)
-            if row.reason is None and not (before.blocks.enough and after.blocks.enough):
-                row = replace(row, reason="too-few-blocks")
-            elif row.reason is None:
-                asked.append(len(rows))
-                pairs.append((drawn[0][q], drawn[1][q]))
-            rows.append(row)
+        if any((v.weights > 0).sum() < MIN_VALUES for v in sides):
+            rows.append(Change(*key, "p50", counts, (0.0, 0.0), reason="too-few-samples"))
+            continue
+        own = [_stated(Change(*key, f"p{100 * q:g}", counts, (0.0, 0.0)), q, sides) for q in QUANTILES]
+        if not (before.blocks.enough and after.blocks.enough):
+            own = [replace(row, reason=row.reason or "too-few-blocks") for row in own]
+        if any(row.reason is None for row in own):
+            drawn = [s.blocks.quantiles(v) for s, v in zip((before, after), sides, strict=True)]
+            for place, (row, q) in enumerate(zip(own, QUANTILES, strict=True), len(rows)):
+                if row.reason is None:
+                    asked.append(place)
+                    pairs.append((drawn[0][q], drawn[1][q]))
+        rows += own
     for place, pair, difference in zip(asked, pairs, differences(pairs), strict=True):
         rows[place] = _judged(rows[place], pair, difference)
     return rows

@@ -377,12 +377,11 @@ def _text(
             more = f" and {len(different) - 3} more" if len(different) > 3 else ""
             first = words.format(", ".join(different[:3]) + more)
             break
-    if first or common.matched_by:
-        if common.matched_by and common.enough:
-            first += (
-                f"In the part alike in {', '.join(common.matched_by)} ({common.before_share:.0%} of before, "
-                f"{common.after_share:.0%} of after): "
-            )
+    if common.matched_by and common.enough:
+        first += (
+            f"In the part alike in {', '.join(common.matched_by)} ({common.before_share:.0%} of before, "
+            f"{common.after_share:.0%} of after): "
+        )
     if status == "not-comparable":
         return (
             f"{first}Too little of both is alike ({common.before_share:.0%} of before, {common.after_share:.0%} of after) to say "

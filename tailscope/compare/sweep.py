@@ -14,8 +14,9 @@ from tailscope.stats import Floats
 
 #: Latency is flat up to so many times that of the lowest load: noise, and the batch's growth, stay below it.
 FLAT = 1.5
-#: A resource is full from this share of its limit on.
-FULL = 0.9
+#: A trace that is too bursty for an interval is slower all the same where most parts of its time are slower than every part
+#: of the lowest load's: an overloaded queue grows all the time and has no two independent blocks.
+PARTS, MOST_PARTS = 8, 7
 #: A wait that makes up so much of what latency grew by is what grew.
 LARGEST_PART = 0.2
 
@@ -120,11 +121,19 @@ def _all(values: Mapping[tuple[str, str], Values]) -> dict[str, Values]:
 
 
 def _quantile(everything: Sequence[Mapping[str, Values]]) -> float:
-    """The highest quantile of TTFT that all traces allow, p50 where none does."""
+    """The highest quantile of TTFT that the lowest load and most of the others allow, p50 where there is none."""
     for q in (0.99, 0.95):
-        if all("TTFT" in v and stats.allows_quantile(q, v["TTFT"].worth(q)) for v in everything):
+        allowed = ["TTFT" in v and stats.allows_quantile(q, v["TTFT"].worth(q)) for v in everything]
+        if allowed[0] and 2 * sum(allowed) > len(allowed):
             return q
     return 0.5
+
+
+def _medians(values: Values, span_ns: tuple[int, int]) -> Floats:
+    """The median of each part of the time; parts with few values have none."""
+    part = (values.times_ns - span_ns[0]) * PARTS // max(span_ns[1] - span_ns[0] + 1, 1)
+    those = [values.values_s[part == i] for i in range(PARTS)]
+    return np.array([np.median(v) for v in those if len(v) >= MIN_VALUES])
 
 
 def _growth(
@@ -143,6 +152,10 @@ def _growth(
         estimates.append(blocks.quantiles(ttft)[q])
         enough.append(blocks.enough)
     base = estimates[0]
+    parts = [
+        _medians(v["TTFT"], s.span_ns) if "TTFT" in v else np.zeros(0)
+        for s, v in zip(sides, everything, strict=True)
+    ]
     result: list[tuple[float | None, tuple[float, float] | None, bool | None]] = []
     for i, estimate in enumerate(estimates):
         if base is None or estimate is None:
@@ -154,6 +167,8 @@ def _growth(
             low, high = (float(np.exp(v)) for v in d.interval)
             known = enough[0] and enough[i]
             flat = (True if high <= FLAT else False if low > FLAT else None) if known else None
+            if flat is None and len(parts[0]) and (parts[i] > FLAT * parts[0].max()).sum() >= MOST_PARTS:
+                flat = False
             result.append((float(np.exp(d.point)), (low, high) if known else None, flat))
     return result
 

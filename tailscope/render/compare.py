@@ -17,7 +17,8 @@ from rich.text import Text
 from tailscope.compare.blocks import FLOOR_S, Change
 from tailscope.compare.load import LoadItem
 from tailscope.compare.pair import MOST_PERCENT, About, Comparison, Outcome, Part
-from tailscope.compare.sweep import Point, Sweep
+from tailscope.compare.read import METRICS
+from tailscope.compare.sweep import Sweep
 from tailscope.render.as_json import dumps, plain
 from tailscope.safe import printable
 
@@ -332,40 +333,9 @@ def _coupling(found: Comparison) -> Table:
 def _sweep(found: Sweep) -> Iterator[RenderableType]:
     yield Text(printable(found.text, 600), "bold")
     yield Text()
-    table = _table(
-        found.axis,
-        "completed/s",
-        "tokens/s",
-        "failed",
-        "TTFT p50",
-        "p99",
-        "ITL or TPOT p50",
-        "p99",
-        "E2E p50",
-        "p99",
-        f"{found.quantile} {found.metric} against lowest",
-        "flat",
-        "busy",
-        "KV p95",
-    )
-    for point in found.points:
-        token = "ITL" if "ITL" in point.latency else "TPOT"
-        cells = [
-            seconds(point.latency.get(metric, {}).get(q))
-            for metric in ("TTFT", token, "E2E")
-            for q in ("p50", "p99")
-        ]
-        table.add_row(
-            f"{point.load:.3g}",
-            f"{point.throughput:.3g}",
-            f"{point.output_tokens:.3g}",
-            f"{point.failed:.1%}",
-            *cells,
-            _growth(point),
-            {True: "yes", False: "no", None: "?"}[point.flat],
-            _share(point.busy),
-            _share(point.kv_p95),
-        )
+    table = _table("", *(str(i) for i, _ in enumerate(found.points, 1)), "")
+    for name, cells in _sweep_rows(found):
+        table.add_row(name, *cells, "")
     yield table
     for i, point in enumerate(found.points, 1):
         yield Text(f"  {i}. {printable(point.path)}", "dim")
@@ -380,11 +350,31 @@ def _sweep(found: Sweep) -> Iterator[RenderableType]:
         yield Text(f"note: {note}", "yellow")
 
 
-def _growth(point: Point) -> str:
-    if point.growth is None:
-        return "-"
-    interval = "" if point.interval is None else f" [{point.interval[0]:.3g}, {point.interval[1]:.3g}]"
-    return f"{point.growth:.3g}x{interval}"
+def _sweep_rows(found: Sweep) -> Iterator[tuple[str, list[str]]]:
+    """A row a number, a column a trace: there are more numbers than traces."""
+    points = found.points
+    yield found.axis, [f"{p.load:.3g}" for p in points]
+    yield "completed requests/s", [f"{p.throughput:.3g}" for p in points]
+    yield "output tokens/s", [f"{p.output_tokens:,.0f}" for p in points]
+    yield "failed", [f"{p.failed:.1%}" for p in points]
+    for metric in METRICS:
+        for q in ("p50", "p99"):
+            cells = [seconds(p.latency.get(metric, {}).get(q)) for p in points]
+            if set(cells) != {"-"}:
+                yield f"{metric} {q}", cells
+    yield (
+        f"{found.metric} {found.quantile} against 1",
+        ["-" if p.growth is None else f"{p.growth:.3g}x" for p in points],
+    )
+    yield (
+        "  95 % interval",
+        ["-" if p.interval is None else f"{p.interval[0]:.3g}-{p.interval[1]:.3g}" for p in points],
+    )
+    yield "  flat", [{True: "yes", False: "no", None: "?"}[p.flat] for p in points]
+    yield "time in steps", [_share(p.busy) for p in points]
+    yield "KV cache, p95", [_share(p.kv_p95) for p in points]
+    yield "sequence slots, p95", [_share(p.slots_p95) for p in points]
+    yield "steps at the token budget", [_share(p.budget) for p in points]
 
 
 def _share(value: float | None) -> str:
