@@ -205,6 +205,67 @@ def whatif(
 
 
 @app.command()
+def compare(
+    traces: Annotated[
+        list[str],
+        typer.Argument(
+            help="BEFORE and AFTER; with more, a sweep over load in any order.",
+            metavar="BEFORE AFTER [MORE...]",
+        ),
+    ],
+    format: Annotated[Format, typer.Option(help="text for people, json for programs.")] = Format.text,
+    config: ConfigOption = None,
+    slo: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Objective, e.g. '<512:ttft_p99_s=2'; may be given often.", metavar="CLASS:METRIC=S"
+        ),
+    ] = None,
+    fail_on_regression: Annotated[
+        str | None,
+        typer.Option(
+            "--fail-on-regression",
+            help="Exit with 3 when a quantile is called slower by so much or more, e.g. 5%.",
+            metavar="PERCENT",
+        ),
+    ] = None,
+    memory_limit: MemoryOption = "2GB",
+    instance: InstanceOption = None,
+    klass: ClassOption = None,
+) -> None:
+    """Say whether a change helped: the same load? who got faster, by how much, what of the bill shrank; or where the knee is."""
+    from tailscope import config as configuration
+    from tailscope.compare.pair import compare as compare_two
+    from tailscope.compare.read import read
+    from tailscope.compare.sweep import sweep
+    from tailscope.render import compare as render
+
+    size = None if fail_on_regression is None else _percent("--fail-on-regression", fail_on_regression)
+    if len(traces) < 2:
+        raise UsageError("compare needs two traces, one before and one after a change, or more for a sweep")
+    if size is not None and len(traces) > 2:
+        raise UsageError("--fail-on-regression needs two traces, one before and one after a change")
+    settings = _with_slos(configuration.load(config), slo or [])
+    filters = (None, None, None, instance, klass)
+    sides = [_on_trace(read, path, None, [], memory_limit, filters, settings) for path in traces]
+    if len(sides) > 2:
+        found = sweep(sides)
+        if format is Format.json:
+            print(render.sweep_json(found))
+        else:
+            render.sweep_text(found, _console())
+        return
+    compared = compare_two(sides[0], sides[1], settings)
+    regressions = compared.regressions(size or 0.0)
+    if format is Format.json:
+        print(render.comparison_json(compared, regressions))
+    else:
+        render.comparison_text(compared, _console())
+    if size is not None and regressions:
+        raise typer.Exit(3)
+
+
+@app.command()
 def query(
     trace: TracePath,
     sql: Annotated[
@@ -373,19 +434,13 @@ def _on_trace(
     settings: Config | None = None,
 ) -> T:
     """What `use` makes of a trace, and one clear message where the trace cannot be read."""
-    from dataclasses import replace
-
     import duckdb
 
     from tailscope import config as configuration
     from tailscope.scan import first_line
     from tailscope.store import Trace
 
-    settings = settings or configuration.load(config_path)
-    given = tuple(configuration.parse_slo(text) for text in slos)
-    overridden = {(s.klass, s.metric, s.quantile) for s in given}
-    kept = tuple(s for s in settings.slos if (s.klass, s.metric, s.quantile) not in overridden)
-    settings = replace(settings, slos=kept + given)
+    settings = _with_slos(settings or configuration.load(config_path), slos)
     try:
         with Trace(path, memory_limit=memory_limit) as trace:
             return use(trace, settings, _scope(trace, *filters))
@@ -401,6 +456,25 @@ def _on_trace(
         raise BadInput(
             what, path=path, todo="A part of the trace is damaged: ingest its source again"
         ) from error
+
+
+def _with_slos(settings: Config, slos: list[str]) -> Config:
+    """The configuration with objectives from the command line, which take the place of its own."""
+    from dataclasses import replace
+
+    from tailscope import config as configuration
+
+    given = tuple(configuration.parse_slo(text) for text in slos)
+    overridden = {(s.klass, s.metric, s.quantile) for s in given}
+    kept = tuple(s for s in settings.slos if (s.klass, s.metric, s.quantile) not in overridden)
+    return replace(settings, slos=kept + given)
+
+
+def _percent(option: str, text: str) -> float:
+    match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*%?", text.strip())
+    if not match:
+        raise UsageError(f"{option} {text!r}: write a percentage, for example 5%")
+    return float(match[1]) / 100
 
 
 def _print_diagnosis(diagnosis: Diagnosis, format: Format) -> None:

@@ -46,7 +46,7 @@ def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
         "trust": [asdict(entry) for entry in diagnosis.trust],
         "missing": list(diagnosis.missing),
     }
-    cleaned: dict[str, Any] = _plain(document)
+    cleaned: dict[str, Any] = plain(document)
     return cleaned
 
 
@@ -83,12 +83,12 @@ def _evidence(evidence: Evidence) -> dict[str, Any]:
     return {"text": evidence.text, "data": dict(evidence.data)}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Tuples as lists, numbers of NumPy and Decimal as Python's, NaN and infinities as null."""
     if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     if value is None or isinstance(value, (str, bool, int)):
         return value
     number = float(value)

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from families import cost, engine, uniform
 from numpy.typing import NDArray
+from pairs import pair_null
 from scipy.stats import binomtest
 
 from tailscope import registry, stats
@@ -41,6 +42,8 @@ Result = dict[str, Any]
 LEVELS = (0.05, 0.01)
 #: Between these a nominal 5 % is what it says, and from this on a nominal 95 %.
 FIRES, COVERS = (0.03, 0.065), 0.93
+#: Pairs of windows alike in which `compare` may call a change; intervals of it that hold the truth; changes of a fifth that are called.
+CALLED, HOLDS, SEEN = 0.06, 0.90, 0.80
 #: Pooled p99s this many standard errors off are out of date: they have errors of their own, and a few windows with the
 #: worst bursts hold most of what lies above. Fewer worlds say nothing of it.
 STALE, STALE_WORLDS = 6.0, 30
@@ -256,7 +259,7 @@ def straggler_null(seed: int) -> Result:
 
 # -- all of them ----------------------------------------------------------------------------------
 
-TESTS: tuple[Callable[[int], Result], ...] = (exposure_null, window_null, straggler_null)
+TESTS: tuple[Callable[[int], Result], ...] = (exposure_null, window_null, straggler_null, pair_null)
 NAMES = {
     "exposure": "hol-coupling without steps: unrelated pools in common bursts",
     "exceeds": "objective broken: the limit is the true p99",
@@ -298,6 +301,43 @@ def summarise(results: Sequence[Result]) -> list[Result]:
     if stated:
         name = "interval of p99 holds the true one, where it is stated"
         rows.append(share_of(name, sum(stated), len(stated), f"≥ {COVERS:.0%}", COVERS, 1.0, share_01=None))
+    return rows + _pairs([r for r in results if r["test"] == "pair"])
+
+
+def _pairs(results: Sequence[Result]) -> list[Result]:
+    """What `compare` calls, and whether its intervals hold the truth."""
+    if not results:
+        return []
+    called = sum(r["called"] for r in results)
+    high = f"≤ {CALLED:.0%}"
+    rows = [
+        share_of(
+            "compare: a change is called, and none is there",
+            called,
+            len(results),
+            high,
+            0.0,
+            CALLED,
+            share_01=None,
+        )
+    ]
+    ample = [r for r in results if r["ample"]]
+    if ample:
+        seen, name = (
+            sum(r["slower_called"] for r in ample),
+            "compare: a fifth longer is called, with ample data",
+        )
+        rows.append(share_of(name, seen, len(ample), f"≥ {SEEN:.0%}", SEEN, 1.0, share_01=None))
+        wrong, name = sum(r["faster_called"] for r in results), "compare: a fifth longer is called faster"
+        rows.append(share_of(name, wrong, len(results), "≤ 1%", 0.0, 0.01, share_01=None))
+    for key, name in (
+        ("p99_covers", "compare: interval of p99 holds the true one, where it is stated"),
+        ("delta_covers", "compare: interval of the change of p99 holds none, where none is"),
+    ):
+        covers = [hit for r in results for hit in r[key]]
+        if covers:
+            bar = f"≥ {HOLDS:.0%}"
+            rows.append(share_of(name, sum(covers), len(covers), bar, HOLDS, 1.0, share_01=None))
     return rows
 
 
