@@ -85,7 +85,16 @@ class CostModels:
     of_step: NDArray[np.intp]
 
     @property
-    def usable(self) -> NDArray[np.bool_]:
+    def usual(self) -> CostModel:
+        """The model of most steps."""
+        return self.models[int(np.argmax(np.bincount(self.of_step, minlength=len(self.models))))]
+
+    @property
+    def usable(self) -> bool:
+        return self.usual.usable
+
+    @property
+    def usable_steps(self) -> NDArray[np.bool_]:
         """Of each step, whether its model knows what batches take."""
         return np.array([model.usable for model in self.models])[self.of_step]
 
@@ -126,7 +135,7 @@ class CostModels:
             )
         return low, high
 
-    def prefill(self, features: Floats) -> Floats:
+    def prefill_seconds(self, features: Floats) -> Floats:
         """Seconds that each step's prefill takes by its model."""
         coefficients = np.array([model.prefill for model in self.models])
         return np.asarray((features * coefficients[self.of_step]).sum(axis=1))

@@ -276,8 +276,8 @@ def _prefill_amounts(steps: Steps, own: OwnPrefill) -> list[Floats]:
 def _by_others(steps: Steps, own: OwnPrefill, work: Work, cost: CostModels, computed: Floats) -> Floats:
     """What of a step's prefill there would not be if only this one of the engines that step together had some."""
     requests, tokens, attention = _prefill_amounts(steps, own)
-    alone = cost.prefill(np.column_stack([requests, tokens, attention, tokens]))
-    together = cost.prefill(work.prefill_features)
+    alone = cost.prefill_seconds(np.column_stack([requests, tokens, attention, tokens]))
+    together = cost.prefill_seconds(work.prefill_features)
     return np.asarray(computed * np.clip(1 - alone / np.maximum(together, 1e-12), 0.0, 1.0))
 
 

@@ -268,7 +268,7 @@ def _mean(values: Floats) -> float | None:
 def _token_cost(ledger: Ledger, instance: str) -> tuple[float, float]:
     """Seconds that a prompt token costs on an instance, and that each token it attends to adds; 0 where no model is known."""
     costs = [
-        t.cost
+        t.cost.usual
         for (name, _), t in ledger.times.items()
         if name == instance and t.cost is not None and t.cost.usable
     ]

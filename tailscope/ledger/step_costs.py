@@ -95,7 +95,7 @@ def _rows(trace: Trace, instance: str, engine: int | None, lane: int, time: Engi
             "by_others_s": pa.array(time.by_others),
             "ranks_s": pa.array(late_and_slow),
             "beyond_s": pa.array(np.maximum(beyond, 0.0)),
-            "usable": pa.nulls(len(tile), pa.bool_()) if time.cost is None else pa.array(time.cost.usable),
+            "usable": pa.nulls(len(tile), pa.bool_()) if time.cost is None else pa.array(time.cost.usable_steps),
         }
     )
 

@@ -153,7 +153,7 @@ def _write_tokens(
                 {
                     "instance": "world",
                     "engine": engine,
-                    "request_key": keys.take(pa.array(np.repeat(np.arange(len(counts)), counts))),
+                    "request_key": keys.take(pa.array(np.repeat(np.arange(len(counts)), counts), pa.int64())),
                     "seq": pa.array(seq),
                     "time_ns": pa.array(end_ns[at]),
                     "count": each,
