@@ -19,7 +19,6 @@ from tailscope.ledger.class_work import write_class_work
 from tailscope.ledger.contrast import MIN_REQUESTS, write_contrast
 from tailscope.ledger.coupling import write_coupling
 from tailscope.ledger.doses import write_doses
-from tailscope.ledger.engine_time import Limits
 from tailscope.ledger.hidden import write_hidden
 from tailscope.ledger.histogram import ALL, histogram_rows
 from tailscope.ledger.holders import write_holders
@@ -29,6 +28,7 @@ from tailscope.ledger.long_steps import write_long_steps
 from tailscope.ledger.prompt_cache import write_cache_losses
 from tailscope.ledger.replicas import write_replicas
 from tailscope.ledger.step_costs import write_step_costs
+from tailscope.ledger.steps import Limits
 from tailscope.ledger.tenants import write_tenants
 from tailscope.ledger.upstream import write_upstream
 from tailscope.ledger.what_if import write_what_if

@@ -43,9 +43,10 @@ from tailscope.ledger.bills import write_bills
 from tailscope.ledger.contrast import write_contrast
 from tailscope.ledger.cost import MIN_FIT_STEPS, fit
 from tailscope.ledger.coupling import write_coupling
-from tailscope.ledger.engine_time import FOLLOWED, Place, Steps
+from tailscope.ledger.engine_time import FOLLOWED
 from tailscope.ledger.lockstep import Ends, groups, one_timeline
 from tailscope.ledger.recompute import recomputed
+from tailscope.ledger.steps import Place, Steps
 from tailscope.schema import REQUESTS
 from tailscope.sim.engine import simulate
 from tailscope.sim.outcome import Outcome

@@ -17,7 +17,7 @@ from tailscope.align import Scope, align
 from tailscope.config import Config
 from tailscope.ledger.bills import Ledger, write_bills
 from tailscope.ledger.contrast import write_contrast
-from tailscope.ledger.engine_time import Limits
+from tailscope.ledger.steps import Limits
 from tailscope.model import ClassRow
 from tailscope.ranks.compared import write_ranks
 from tailscope.ranks.experts import write_expert_loads

@@ -14,13 +14,15 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from tailscope.ledger.engine_time import EngineTime, Limits, OwnPrefill, Place, Prefills, Work
+from tailscope.ledger.engine_time import EngineTime
 from tailscope.ledger.lines import Booking, Lines, Parts, mean_of
 from tailscope.ledger.lockstep import groups, load_ends, one_timeline
 from tailscope.ledger.membership import Membership, load_membership
+from tailscope.ledger.own_prefill import OwnPrefill, Work
 from tailscope.ledger.recompute import write_told
 from tailscope.ledger.requests import Requests, culprit_classes, load_requests, load_steps
 from tailscope.ledger.stalls import MIN_STALL_STEPS, Gaps, Stalls, by_holder, load_gaps, resumption_ns
+from tailscope.ledger.steps import Limits, Place, Prefills
 from tailscope.model import ClassRow
 from tailscope.stats import Floats, Ints
 from tailscope.store import Trace

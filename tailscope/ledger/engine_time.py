@@ -5,14 +5,13 @@ All sums are in seconds. Steps are tiled without overlap; time in no tile is idl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
 from tailscope.ledger.cost import MIN_FIT_STEPS, CostModels, fit, fit_epochs
-from tailscope.stats import Floats, Ints, active, prefix_sums
+from tailscope.ledger.own_prefill import OwnPrefill, Work, by_others
+from tailscope.ledger.steps import Limits, Place, Prefills, Steps
+from tailscope.stats import Floats, active, prefix_sums
 
 #: Steps whose KV cache is at least this full cannot admit a request of ordinary size.
 KV_FULL = 0.9
@@ -22,263 +21,8 @@ KV_PARTLY = 0.1
 BUDGET_FULL = 0.95
 #: Below this many tokens in the largest step the budget was never met, so it cannot be read off the steps.
 MIN_BUDGET = 512
-#: What keeps a request out of a step.
-BLOCKERS = ("budget", "slots", "kv", "other")
 #: Least share of a step that must be left, after what its ranks lost, for it to count in the fit of the cost model.
 LEFT = 0.1
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a scheduler may put into a step, where it is known: tokens, and requests that run at once."""
-
-    tokens: float | None = None
-    requests: float | None = None
-
-
-@dataclass(frozen=True)
-class Steps:
-    """An engine's steps in order, arrays of one length."""
-
-    start_ns: Ints
-    end_ns: Ints
-    prefill_requests: Floats
-    prefill_tokens: Floats
-    decode_requests: Floats
-    decode_tokens: Floats
-    running: Floats
-    waiting: Floats
-    kv_usage: Floats
-    #: What the ranks' profiles say, ns; and whether something stood beside the step that stops an engine.
-    late_ns: Floats
-    slow_ns: Floats
-    paused: Floats
-    #: Tokens computed again after a preemption, whatever kind of tokens the engine counts them as.
-    recompute_tokens: Floats
-    #: How many of the engine's own steps each is: 1, or 0 where it only ran along with others.
-    own: Floats
-    #: How often the engine had started before each step.
-    epoch: Floats
-    #: What kept the head of the queue out, as the scheduler told it: an index of BLOCKERS, NaN where it told nothing.
-    blocked: Floats
-
-
-@dataclass(frozen=True)
-class Prefills:
-    """Requests' prefill phases on the engine, arrays of one length; `culprit` is an index of a class."""
-
-    scheduled_ns: Ints
-    first_token_ns: Ints
-    last_ns: Ints
-    computed_tokens: Floats
-    cached_tokens: Floats
-    held_tokens: Floats
-    culprit: NDArray[np.intp]
-
-
-class Place:
-    """Positions of instants on an engine's tiles: step index and the share of the step that is over."""
-
-    def __init__(self, steps: Steps, times_ns: Ints) -> None:
-        index = np.searchsorted(steps.start_ns, times_ns, side="right") - 1
-        before = index < 0
-        index = np.maximum(index, 0)
-        length = np.maximum(steps.end_ns[index] - steps.start_ns[index], 1)
-        share = np.clip((times_ns - steps.start_ns[index]) / length, 0.0, 1.0)
-        self.index, self.share = index, np.where(before, 0.0, share)
-
-    def boundary(self) -> NDArray[np.intp]:
-        """The step boundary nearest to each instant: the number of steps before it."""
-        return self.index + (self.share >= 0.5)
-
-
-@dataclass(frozen=True)
-class ToldPrefill:
-    """Prefill as a schedule tells it: runs of steps with so many tokens each, arrays of one length.
-
-    `place`: index of the engine's prefills, -1 for requests that have no bill. `begins`: the first run of its prefill.
-    `complete`: of each prefill, whether all of it is told; `covered`: of each step, whether the schedule tells of its time.
-    """
-
-    place: NDArray[np.intp]
-    first: NDArray[np.intp]
-    beyond: NDArray[np.intp]
-    tokens: Floats
-    before: Floats
-    begins: NDArray[np.bool_]
-    complete: NDArray[np.bool_]
-    covered: NDArray[np.bool_]
-
-    def attention(self, n: int) -> Floats:
-        """Per step, the sum over its prefill tokens of the context they attend to, in token^2."""
-        t = self.tokens
-        constant = active(self.first, self.beyond, t * (self.before - self.first * t + t / 2), n)
-        return np.maximum(constant + active(self.first, self.beyond, t * t, n) * np.arange(n), 0.0)
-
-    def seconds(self, per_token: Floats) -> Floats:
-        """What each prefill's own tokens took. `per_token`: prefix sums of a token's seconds in each step."""
-        known = self.place >= 0
-        took = self.tokens * (per_token[self.beyond] - per_token[self.first])
-        n = len(self.complete)
-        return np.asarray(np.bincount(self.place[known], weights=took[known], minlength=n), np.float64)
-
-
-class OwnPrefill:
-    """What an engine's requests account for of the prefill in each of its steps.
-
-    A request's computed prompt tokens are spread over the steps of its prefill in proportion to the steps'
-    prefill tokens; that gives each step's prefill by class, and the length of the context its tokens attend to,
-    without knowing who was in which step. Tokens no known request accounts for belong to nobody.
-    """
-
-    def __init__(
-        self, steps: Steps, prefills: Prefills, culprits: int, told: ToldPrefill | None = None
-    ) -> None:
-        self.tokens = steps.prefill_tokens
-        self._token_sum = prefix_sums(self.tokens)
-        n = len(self.tokens)
-        first = np.minimum(Place(steps, prefills.scheduled_ns).boundary(), n - 1)
-        beyond = np.clip(Place(steps, prefills.first_token_ns).boundary(), first + 1, n)
-        inside = self._token_sum[beyond] - self._token_sum[first]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            #: Share of its window's prefill tokens that is each request's own.
-            self.weight = np.where(inside > 0, np.minimum(1.0, prefills.computed_tokens / inside), 0.0)
-        self.weight = np.nan_to_num(self.weight)
-        #: Share of each step's prefill tokens that is each class's, and all classes'.
-        self.by_class = [
-            active(first[mine], beyond[mine], self.weight[mine], n)
-            for mine in (prefills.culprit == c for c in range(culprits))
-        ]
-        self.known = np.maximum(np.sum(self.by_class, axis=0) if self.by_class else np.zeros(n), 0.0)
-        #: Of each class's share that of requests which begin in the step, and where each request does.
-        self.first = first
-        self.begun = [
-            np.asarray(np.bincount(first[mine], weights=self.weight[mine], minlength=n), np.float64)
-            for mine in (prefills.culprit == c for c in range(culprits))
-        ]
-        #: Of each request's own share, that in the step its prefill begins in.
-        self.first_weight = self.weight
-        self.attention = self._attention(prefills, first, beyond)
-        self.told = told
-        if told is not None:
-            self._tell(told, prefills, culprits)
-
-    def _tell(self, told: ToldPrefill, prefills: Prefills, culprits: int) -> None:
-        """Put what the schedule tells in the place of what was inferred."""
-        n, per_token = len(self.tokens), 1 / np.maximum(self.tokens, 1.0)
-        known = told.place >= 0
-        culprit = np.where(known, prefills.culprit[told.place], -1) if len(prefills.culprit) else told.place
-        share = [
-            np.maximum(active(told.first[mine], told.beyond[mine], told.tokens[mine], n), 0.0) * per_token
-            for mine in (culprit == c for c in range(culprits))
-        ]
-        # An engine may count fewer tokens than its schedule tells of.
-        scale = 1 / np.maximum(np.sum(share, axis=0), 1.0) if share else np.ones(n)
-        begins = known & told.begins
-        self.first[told.place[begins]] = told.first[begins]
-        self.first_weight = self.weight.copy()
-        self.first_weight[told.place[begins]] = (told.tokens * per_token[told.first] * scale[told.first])[
-            begins
-        ]
-        begun = [
-            np.bincount(self.first[mine], weights=self.first_weight[mine], minlength=n)
-            for mine in (prefills.culprit == c for c in range(culprits))
-        ]
-        self.by_class = [
-            np.where(told.covered, exact * scale, inferred)
-            for exact, inferred in zip(share, self.by_class, strict=True)
-        ]
-        self.begun = [np.asarray(part, np.float64) for part in begun]
-        self.known = np.sum(self.by_class, axis=0) if self.by_class else np.zeros(n)
-        self.attention = np.where(told.covered, told.attention(n), self.attention)
-
-    def _attention(self, prefills: Prefills, first: NDArray[np.intp], beyond: NDArray[np.intp]) -> Floats:
-        """Per step, the sum over its prefill tokens of the context they attend to, in token^2.
-
-        Request r has in step k w_r P_k tokens, after cached_r + w_r (F_k - F_first) others, F the prefix
-        sum of prefill tokens: linear in F_k, so two prefix sums over all requests give it.
-        """
-        tokens = self.tokens
-        n = len(tokens)
-        w, cached = self.weight, np.nan_to_num(prefills.cached_tokens)
-        constant = active(first, beyond, w * cached - w * w * self._token_sum[first], n)
-        slope = active(first, beyond, w * w, n)
-        middle = self._token_sum[:-1] + tokens / 2
-        nobody = np.maximum(0.0, 1.0 - self.known) * tokens / 2
-        return np.asarray(np.maximum(0.0, tokens * (constant + slope * middle + nobody)))
-
-
-@dataclass(frozen=True)
-class Work:
-    """What the engines that step together compute in each step, one engine or several.
-
-    Features of the cost model; prefill tokens and those computed again after a preemption, whose cost is prefill's;
-    the classes' shares of the prefill tokens, the sum of these shares, and the shares of requests that begin in the
-    step. `uneven`: by how much the prefill features of the engine with most exceed those of the one with least.
-    """
-
-    base_features: Floats
-    prefill_features: Floats
-    prefill_tokens: Floats
-    recompute_tokens: Floats
-    by_class: list[Floats]
-    begun: list[Floats]
-    known: Floats
-    uneven: Floats | None
-
-    @staticmethod
-    def of(engines: Sequence[Steps], own: Sequence[OwnPrefill]) -> Work:
-        """The work of engines whose k-th steps are one."""
-        prefill = np.sum([s.prefill_tokens for s in engines], axis=0)
-        again = np.sum([s.recompute_tokens for s in engines], axis=0)
-        base_features, prefill_features, uneven = _features(engines, own)
-        if len(engines) == 1:
-            by_class, begun, known = own[0].by_class, own[0].begun, own[0].known
-        else:
-            share = [s.prefill_tokens / np.maximum(prefill, 1.0) for s in engines]
-
-            def together(parts: Sequence[Floats]) -> Floats:
-                return np.asarray(np.sum([a * b for a, b in zip(share, parts, strict=True)], axis=0))
-
-            classes = range(len(own[0].by_class))
-            by_class = [together([o.by_class[c] for o in own]) for c in classes]
-            begun = [together([o.begun[c] for o in own]) for c in classes]
-            known = together([o.known for o in own])
-        return Work(base_features, prefill_features, prefill, again, by_class, begun, known, uneven)
-
-
-def _features(engines: Sequence[Steps], own: Sequence[OwnPrefill]) -> tuple[Floats, Floats, Floats | None]:
-    """Columns of the cost model. Engines that step together wait for the one with most to do, and what they share
-    takes as long as all of it: of each amount the largest, and of requests and tokens the sum as well."""
-    base = []
-    for steps in engines:
-        drafts = np.maximum(steps.decode_tokens - steps.decode_requests - steps.recompute_tokens, 0)
-        base.append([steps.decode_requests, np.nan_to_num(steps.kv_usage), drafts])
-    prefill = [_prefill_amounts(steps, part) for steps, part in zip(engines, own, strict=True)]
-    ones = [np.ones(len(engines[0].start_ns))]
-    if len(engines) == 1:
-        return np.column_stack(ones + base[0]), np.column_stack(prefill[0]), None
-    base_columns = [*ones, *np.max(base, axis=0), np.sum([b[0] for b in base], axis=0)]
-    most = np.max(prefill, axis=0)
-    prefill_columns = [*most, np.sum([p[1] for p in prefill], axis=0)]
-    uneven = np.column_stack([*(most - np.min(prefill, axis=0)), np.zeros(len(ones[0]))])
-    return np.column_stack(base_columns), np.column_stack(prefill_columns), uneven
-
-
-def _prefill_amounts(steps: Steps, own: OwnPrefill) -> list[Floats]:
-    """An engine's prefills in each step: requests, tokens, and the sum of the context these attend to."""
-    again = steps.recompute_tokens
-    # What is computed again begins at its first token.
-    attention = own.attention + again * again / 2
-    return [steps.prefill_requests + (again > 0), steps.prefill_tokens + again, attention]
-
-
-def _by_others(steps: Steps, own: OwnPrefill, work: Work, cost: CostModels, computed: Floats) -> Floats:
-    """What of a step's prefill there would not be if only this one of the engines that step together had some."""
-    requests, tokens, attention = _prefill_amounts(steps, own)
-    alone = cost.prefill_seconds(np.column_stack([requests, tokens, attention, tokens]))
-    together = cost.prefill_seconds(work.prefill_features)
-    return np.asarray(computed * np.clip(1 - alone / np.maximum(together, 1e-12), 0.0, 1.0))
 
 
 class EngineTime:
@@ -326,7 +70,7 @@ class EngineTime:
         #: Seconds of each step that the prefill of other engines which step together made it longer.
         self.by_others = np.zeros(n)
         if engines > 1 and self.cost is not None:
-            self.by_others = _by_others(steps, own, work, self.cost, computed)
+            self.by_others = by_others(steps, own, work, self.cost, computed)
         prefill = computed * _share_of(work.prefill_tokens, work.recompute_tokens)
         paused = np.where(np.nan_to_num(steps.paused) > 0, unexplained, 0.0)
         self.busy, self.base, self.unexplained = (

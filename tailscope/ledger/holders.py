@@ -15,7 +15,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from tailscope.ledger.bills import Ledger
-from tailscope.ledger.engine_time import EngineTime, Place
+from tailscope.ledger.engine_time import EngineTime
+from tailscope.ledger.steps import Place
 from tailscope.stats import Floats, Ints, active, prefix_sums
 from tailscope.store import Trace, schema_of
 

@@ -16,7 +16,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from tailscope.ledger.bills import Ledger
-from tailscope.ledger.engine_time import BUDGET_FULL, EngineTime, Place
+from tailscope.ledger.engine_time import BUDGET_FULL, EngineTime
+from tailscope.ledger.steps import Place
 from tailscope.stats import Floats, Ints, prefix_sums
 from tailscope.store import Trace, schema_of
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tailscope.ledger.engine_time import Steps
+from tailscope.ledger.steps import Steps
 from tailscope.stats import Ints
 from tailscope.store import Trace
 

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from tailscope.ledger.engine_time import ToldPrefill
+from tailscope.ledger.own_prefill import ToldPrefill
 from tailscope.ledger.requests import Requests
 from tailscope.stats import Floats, Ints, active
 from tailscope.store import Trace

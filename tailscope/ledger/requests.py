@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tailscope.ledger.engine_time import BLOCKERS, Prefills, Steps
 from tailscope.ledger.recompute import recomputed, steps_of_preemptions
+from tailscope.ledger.steps import BLOCKERS, Prefills, Steps
 from tailscope.stats import Floats, Ints
 from tailscope.store import Trace
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tailscope.ledger.engine_time import EngineTime, Place
+from tailscope.ledger.engine_time import EngineTime
 from tailscope.ledger.lines import Parts
 from tailscope.ledger.membership import Absences, Membership
 from tailscope.ledger.requests import Requests
+from tailscope.ledger.steps import Place
 from tailscope.stats import Floats, Ints
 from tailscope.store import Trace
 

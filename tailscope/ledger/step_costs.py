@@ -15,7 +15,8 @@ import numpy as np
 import pyarrow as pa
 
 from tailscope.ledger.bills import Ledger, times_without_requests
-from tailscope.ledger.engine_time import EngineTime, Limits
+from tailscope.ledger.engine_time import EngineTime
+from tailscope.ledger.steps import Limits
 from tailscope.store import Trace
 
 
@@ -95,7 +96,9 @@ def _rows(trace: Trace, instance: str, engine: int | None, lane: int, time: Engi
             "by_others_s": pa.array(time.by_others),
             "ranks_s": pa.array(late_and_slow),
             "beyond_s": pa.array(np.maximum(beyond, 0.0)),
-            "usable": pa.nulls(len(tile), pa.bool_()) if time.cost is None else pa.array(time.cost.usable_steps),
+            "usable": pa.nulls(len(tile), pa.bool_())
+            if time.cost is None
+            else pa.array(time.cost.usable_steps),
         }
     )
 

@@ -15,8 +15,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from tailscope.ledger.bills import Ledger
-from tailscope.ledger.engine_time import EngineTime, OwnPrefill, Place
+from tailscope.ledger.engine_time import EngineTime
+from tailscope.ledger.own_prefill import OwnPrefill
 from tailscope.ledger.requests import Requests, load_requests
+from tailscope.ledger.steps import Place
 from tailscope.stats import Floats, Ints, active, prefix_sums
 from tailscope.store import Trace
 
