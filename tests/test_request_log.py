@@ -348,6 +348,15 @@ def test_the_example_is_diagnosed(tmp_path: Path) -> None:
     assert (finding.status, finding.culprit.id, finding.victims[0].id) == ("found", "<32k", "<512")
 
 
+def test_requests_that_have_no_arrival_are_said_to_have_none(tmp_path: Path) -> None:
+    path = ROOT / "tests" / "collectors" / "client_log" / "sglang-bench" / "input.jsonl"
+    ingest([path], tmp_path / "t.parquet", config=Config(), options=Options())
+    with Trace(str(tmp_path / "t.parquet")) as trace:
+        diagnosis = diagnose(trace, Config())
+    assert diagnosis.verdict.status == "no-data"
+    assert diagnosis.verdict.text.startswith("No request of the trace has an arrival")
+
+
 def command(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-P", "-m", "tailscope", *words], capture_output=True, text=True, check=False
