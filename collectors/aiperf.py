@@ -28,6 +28,8 @@ ASSUMED_CHAT = (
     "AIPerf's default, so that they join with an engine's ids."
 )
 
+WARMED_UP = "Requests of AIPerf's warm-up are a class of their own, named warmup."
+
 _KEY = rb'[{,]\s*"%s"\s*:\s*'
 _META = re.compile(_KEY % b"metadata" + rb"\{")
 _PROCESSOR = re.compile(_KEY % b"record_processor_id" + rb'"')
@@ -91,7 +93,7 @@ class _Request:
 
     def put(self, rows: Rows) -> None:
         metadata, values = self._metadata, self._values
-        # `timestamp_ns` before 0.2; the metric is there where neither is.
+        # `timestamp_ns` in older versions; the metric is there where neither is.
         arrival = (
             instant(metadata.get("request_start_ns"))
             or instant(metadata.get("timestamp_ns"))
@@ -112,6 +114,9 @@ class _Request:
         )
         if ttft is None and raw and times:
             ttft = times[0] - arrival
+        warmup = WARMUP in (self._metadata.get("benchmark_phase"), self._metadata.get("credit_phase"))
+        if warmup:
+            self._source.tally.note(WARMED_UP)
         output = self._tokens("usage_completion_tokens", "output_sequence_length")
         if raw and raw.output is not None:
             output = raw.output
@@ -127,7 +132,7 @@ class _Request:
                 "file_row": self._row,
                 "observer": "client",
                 "model": raw.model if raw else None,
-                "klass": WARMUP if self._phase() == WARMUP else None,
+                "klass": WARMUP if warmup else None,
                 "arrival_ns": arrival,
                 "intended_ns": instant(metadata.get("credit_issued_ns")),
                 "first_token_ns": None if ttft is None else arrival + ttft,
@@ -146,9 +151,6 @@ class _Request:
                 "status": self._status(e2e is not None),
             }
         )
-
-    def _phase(self) -> object:
-        return self._metadata.get("benchmark_phase") or self._metadata.get("credit_phase")
 
     def _value(self, *tags: str) -> tuple[Any, str]:
         """The first of the metrics that is there, with its unit."""

@@ -58,7 +58,7 @@ class GenAIBench:
                 "no requests in this result of GenAI-Bench",
                 todo="Give the JSON of a run with individual_request_metrics; a file cut off cannot be read",
             )
-        unit = UNITS.get(result.get("_time_unit", "s"))
+        unit = UNITS.get(str(result.get("_time_unit", "s")))
         if unit is None:
             raise BadInput("unit is none that GenAI-Bench has", where="_time_unit")
         values = Values(source.tally)

@@ -1,4 +1,4 @@
-"""GuideLLM's report of benchmarks, `benchmarks.json`: of 0.8 with its timings, and of before 0.3."""
+"""GuideLLM's report of benchmarks, `benchmarks.json`: of 0.8 with its timings, and of older versions."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _row(request: Any, status: str, scheduled: bool, source: Source, values: Val
         source.tally.reject("not a request", values.where)
         return None
     info = _object(request.get("info"))
-    # Before 0.3 the scheduler's times stood apart from the request's own.
+    # In older versions the scheduler's times stood apart from the request's own.
     old = _object(request.get("scheduler_info"))
     times = _object(info.get("timings")) or {
         "targeted_start": old.get("targeted_start_time"),

@@ -265,6 +265,11 @@ def _verdict(
             None,
         )
     if trace.has("requests"):
+        if not trace.rows("SELECT 1 FROM requests WHERE instant(arrival_ns) IS NOT NULL LIMIT 1"):
+            text = (
+                "No request of the trace has an arrival: their latencies can be queried, not placed in time."
+            )
+            return Verdict(text, "no-data", None)
         return Verdict("No request of the trace arrived in the window that was asked for.", "no-data", None)
     judged = [check for check in checks if check.status in ("inconclusive", "clear")]
     if judged:

@@ -14,6 +14,7 @@ from tailscope.safe import printable
 #: Keys with the names their columns have, as of words joined by underscores, the surest first. A column is used once.
 NAMES: tuple[tuple[str, str], ...] = (
     ("ttft", r"ttft|time_to_first(_output)?_token|first_token_latency"),
+    ("ttft", r"first_(token|byte|chunk)(?!_(ts|at|time))"),
     ("first_token", r"first_token|first_byte|first_chunk"),
     ("last_token", r"last_token|last_chunk"),
     ("queued", r"(en)?queued(_at|_ts)?"),
@@ -22,16 +23,16 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("prefill", r"prefill"),
     ("decode", r"decode|generation_time"),
     ("intended", r"intended|scheduled_(send|start)|targeted|due"),
-    ("e2e", r"e2e|end_to_end|latency|duration|elapsed|total_time|response_time|request_time|took"),
+    ("e2e", r"e2e|end_to_end|latency|duration|elapsed|total(_time|_ns|_us|_ms|_s|$)|response_time|request_time|took"),
     ("finished", r"finish(ed)?|end|ended|complet(ed|ion)_?(at|time|ts)|done|response_at"),
-    ("arrival", r"arriv|start|sent|send|submit|receiv|creat|request_at|timestamp|ts|time|date"),
+    ("arrival", r"arriv\w*|start\w*|beg[ai]n\w*|sent|send|submit\w*|receiv\w*|creat\w*|request_at|timestamp|ts|time|date"),
     ("cached_tokens", r"cache(d)?"),
     ("max_tokens", r"max_(new_|completion_|output_)?tokens"),
     ("prompt_tokens", r"(prompt|input|context|in)_(num_)?(tok|toks|len|length|tokens)|(prompt|input)_?tokens|isl|n_?prompt"),
     ("output_tokens", r"(output|completion|generat\w*|out|response)_(num_)?(tok|toks|len|length|tokens)|osl"),
     ("trace_id", r"trace_id|traceid"),
     ("id", r"request_id|req_id|requestid|x_request_id|correlation_id|uuid|id"),
-    ("tenant", r"tenant|customer|org|organi[sz]ation|project|team|account"),
+    ("tenant", r"tenant|customer|app|application|org|organi[sz]ation|project|team|account"),
     ("class", r"class|tier|workload"),
     ("priority", r"priority"),
     ("adapter", r"adapter|lora"),
@@ -89,6 +90,8 @@ def _assigned(table: Sample) -> dict[str, str]:
     found: dict[str, str] = {}
     for key, pattern in NAMES:
         for column, words in free.items():
+            if key in found:
+                break
             whole = re.search(rf"(^|_)({pattern})($|_|\d)", words)
             if (
                 whole
@@ -111,6 +114,8 @@ def _fits(key: str, table: Sample, column: str) -> bool:
     values = table.values(column)
     if key in INSTANTS:
         return column in table.timestamps or not values or unit_of(values) is not None
+    if key in DURATIONS and unit_of(values):
+        return False  # an instant, whatever its name says
     if key in DURATIONS or key.endswith("_tokens") or key == "preemptions":
         return not values or bool(_numbers(values))
     return True

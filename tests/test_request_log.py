@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -17,11 +20,13 @@ from hypothesis import strategies as st
 
 from tailscope import mapping, registry
 from tailscope.config import Config
+from tailscope.engine import diagnose
 from tailscope.errors import UsageError
 from tailscope.ingest import ingest
 from tailscope.mapping import UNITS_NS
 from tailscope.mapping_guess import guess
 from tailscope.source import Options, Source
+from tailscope.store import Trace
 
 READER = next(c for c in [registry.table_collector()] if c)
 #: 2026, in nanoseconds.
@@ -317,3 +322,66 @@ def test_nothing_but_the_named_columns_is_stored(tmp_path: Path) -> None:
     path = write(tmp_path, "csv", rows)
     got, _ = read(path, {"columns": {"arrival": {"column": "t", "unit": "s"}}})
     assert "secret" not in json.dumps(got) and "Authorization" not in json.dumps(got)
+
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "request-log"
+
+
+def test_the_page_explains_every_key_and_its_mapping_is_the_example() -> None:
+    page = (ROOT / "docs" / "request-logs.md").read_text()
+    table = page.partition("| `[columns]` |")[2].partition("\n\n")[0]
+    explained = {key for line in table.splitlines() for key in re.findall(r"`(\w+)`", line.split("|")[1])}
+    assert explained == set(mapping.KEYS)
+    shown = tomllib.loads(page.partition("```toml\n")[2].partition("```")[0])
+    assert shown == tomllib.loads((EXAMPLE / "mapping.toml").read_text())
+
+
+def test_the_example_is_diagnosed(tmp_path: Path) -> None:
+    options = Options(mapping=mapping.load(EXAMPLE / "mapping.toml"))
+    (outcome,) = ingest([EXAMPLE / "requests.csv"], tmp_path / "t.parquet", config=Config(), options=options)
+    assert outcome.stored.rows["requests"] == 938
+    assert not outcome.tally.rejected and not outcome.tally.blanked
+    with Trace(str(tmp_path / "t.parquet")) as trace:
+        diagnosis = diagnose(trace, Config())
+    (finding,) = [f for f in diagnosis.findings if f.rule == "hol-coupling"]
+    assert (finding.status, finding.culprit.id, finding.victims[0].id) == ("found", "<32k", "<512")
+
+
+def test_requests_that_have_no_arrival_are_said_to_have_none(tmp_path: Path) -> None:
+    path = ROOT / "tests" / "collectors" / "client_log" / "sglang-bench" / "input.jsonl"
+    ingest([path], tmp_path / "t.parquet", config=Config(), options=Options())
+    with Trace(str(tmp_path / "t.parquet")) as trace:
+        diagnosis = diagnose(trace, Config())
+    assert diagnosis.verdict.status == "no-data"
+    assert diagnosis.verdict.text.startswith("No request of the trace has an arrival")
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "tailscope", *words], capture_output=True, text=True, check=False
+    )
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    log = write(tmp_path, "csv", [GUESSED, {**GUESSED, "requestId": "cd34"}])
+    told = tmp_path / "mapping.toml"
+    guessed = command("ingest", str(log), "--guess-map")
+    assert guessed.returncode == 0 and not guessed.stderr
+    told.write_text(guessed.stdout)
+    trace = str(tmp_path / "t.parquet")
+    done = command("ingest", str(log), "--map", str(told), "-o", trace)
+    assert done.returncode == 0 and "2 requests" in done.stdout, done.stderr
+    told.write_text(guessed.stdout.replace('"latency"', '"latence"'))
+    wrong = command("ingest", str(log), "--map", str(told), "-o", str(tmp_path / "u.parquet"))
+    assert wrong.returncode == 2
+    shown = " ".join(wrong.stdout.split())
+    assert "log.csv, header: columns.e2e: no column 'latence'; the file has requestId," in shown
+    for words, message in (
+        (["--guess-map", "--map", str(told)], "give one of the two"),
+        (["--map", str(tmp_path / "none")], "cannot read the mapping"),
+    ):
+        refused = command("ingest", str(log), *words)
+        assert refused.returncode == 2 and message in refused.stderr
+    refused = command("ingest", str(tmp_path), "--guess-map")
+    assert refused.returncode == 2 and "name one file" in refused.stderr
