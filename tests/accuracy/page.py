@@ -24,6 +24,7 @@ def render(result: Mapping[str, Any]) -> str:
     parts += ["## The bars\n", bars_table(result), _nulls(result)]
     parts += ["## By kind of world\n", FAMILIES_TEXT, _families(result), _confusion(result)]
     parts += ["## Bills\n", BILLS_TEXT, _errors(result["bills"], "component")]
+    parts += [TOLD_TEXT, _errors(result["bills_told"], "component")]
     parts += [PART_TEXT, _errors(result["bills_part_profiled"], "component"), BLAME_TEXT]
     parts += [_errors(result["blame"], "rule"), _not_right(result)]
     return "\n".join(parts)
@@ -39,6 +40,10 @@ BILLS_TEXT = (
     "The parts of a class's excess, tail against typical requests, by the ledger and by the simulator, which knows who was in "
     "which step and what each part of it cost. Errors are points of the excess (0.1 = 10 points).\n"
 )
+TOLD_TEXT = (
+    "The same where a schedule tells which requests were in which step "
+    "([how to record one](../examples/vllm/schedule_logger.py)).\n"
+)
 PART_TEXT = (
     "The same where a rank is slow all the time and was profiled for a few seconds: outside of them nothing tells what it "
     "cost, and it is booked as the steps' normal cost.\n"
@@ -53,7 +58,7 @@ BLAME_TEXT = (
 def _summary(result: Mapping[str, Any]) -> str:
     return (
         f"{result['worlds']:,} worlds were diagnosed, {result['by_files']} of them through the emitters' files and `ingest`, the "
-        f"others as tables, in {result['seconds'] / 60:.0f} minutes ({result['form']} form)."
+        f"others as tables, {result['by_schedule']} of these with a schedule, in {result['seconds'] / 60:.0f} minutes ({result['form']} form)."
         + (f" **{len(result['failed'])} more failed and are in no number.**" if result["failed"] else "")
         + "\n"
     )

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,8 @@ GROUPS = {
     "slots": ("queue_slots",),
     "ranks": ("straggler_wait", "slow_transfer"),
     "pause or unexplained": ("pause", "unexplained"),
-    "own work": ("own_prefill", "decode", "step_wait", "starved", "prefill_phase", "decode_phase"),
+    "own work": ("own_prefill", "decode", "step_wait", "prefill_phase", "decode_phase"),
+    "left out": ("starved",),
     "front end": ("frontend", "queue"),
 }
 GROUP_OF = {component: group for group, components in GROUPS.items() for component in components}
@@ -74,10 +75,12 @@ class Played:
 
 
 def play(family_name: str, strength: float, seed: int, via: str) -> dict[str, Any]:
-    """Play a world, `via` tables or files, as a dictionary of Played."""
+    """Play a world, `via` tables, files or tables with a schedule, as a dictionary of Played."""
     began = time.perf_counter()
     family = next(f for f in FAMILIES if f.name == family_name)
     scenario = family.world(strength, seed)
+    if via == "schedule":
+        scenario = replace(scenario, telemetry=replace(scenario.telemetry, schedule=True))
     result = _played(scenario, family.suspects, Played(family.name, family.kind, strength, seed, via))
     result.seconds = time.perf_counter() - began
     return asdict(result)
@@ -117,7 +120,7 @@ def _played(
 
 def _trace(outcome: Outcome, folder: Path, via: str) -> Path:
     place = folder / "trace.parquet"
-    if via == "tables":
+    if via != "files":
         write_trace(tables(outcome), place)
         return place
     raw = folder / "raw"

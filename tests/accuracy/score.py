@@ -131,14 +131,17 @@ def bars(worlds: Sequence[World]) -> list[dict[str, Any]]:
     ]
 
 
-def bill_errors(worlds: Iterable[World], part_profiled: bool = False) -> list[dict[str, Any]]:
+def bill_errors(
+    worlds: Iterable[World], part_profiled: bool = False, told: bool | None = None
+) -> list[dict[str, Any]]:
     """Per group of components: how far the ledger's part of an excess is from the true one, in points of the excess.
 
-    In worlds whose slow rank was profiled all the time, or with `part_profiled` a part of it.
+    In worlds whose slow rank was profiled all the time, or with `part_profiled` a part of it; `told`: of those with a
+    schedule, or without one.
     """
     errors: dict[str, list[float]] = defaultdict(list)
     for world in worlds:
-        if world["part_profiled"] != part_profiled:
+        if world["part_profiled"] != part_profiled or told not in (None, world["via"] == "schedule"):
             continue
         for bill in world["bill_errors"]:
             for group in GROUPS:

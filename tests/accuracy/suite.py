@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +27,23 @@ from play import play
 ROOT = Path(__file__).parents[2]
 STORED, PAGE = ROOT / "docs" / "accuracy.json", ROOT / "docs" / "accuracy.md"
 
-#: Worlds a strength, as tables and as files, and null worlds a test.
-FULL = {"fault": (16, 6), "pair": (10, 10), "decoy": (20, 20)}
-SHORT = {"fault": (2, 0), "pair": (1, 0), "decoy": (2, 1)}
+#: How worlds are told: as tables, as the emitters' files, as tables with a schedule.
+VIAS = ("tables", "files", "schedule")
+#: Worlds a strength by how they are told, and null worlds a test.
+FULL = {"fault": (12, 6, 6), "pair": (8, 8, 6), "decoy": (16, 16, 8)}
+#: Of the largest strength only.
+SHORT = {"fault": (1, 0, 0), "pair": (1, 0, 0), "decoy": (1, 0, 0)}
 FULL_NULLS, SHORT_NULLS = 2_000, 40
 
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-def jobs(counts: dict[str, tuple[int, int]], null_worlds: int, odd: bool) -> Iterator[Job]:
+def jobs(counts: Mapping[str, Sequence[int]], null_worlds: int, odd: bool, short: bool) -> Iterator[Job]:
     first = 1 if odd else 0
     for family in FAMILIES:
-        by_tables, by_files = counts[family.kind]
-        for strength in family.strengths:
-            for number in range(by_tables + by_files):
-                via = "tables" if number < by_tables else "files"
+        vias = [via for via, count in zip(VIAS, counts[family.kind], strict=True) for _ in range(count)]
+        for strength in family.strengths[-1:] if short else family.strengths:
+            for number, via in enumerate(vias):
                 yield play, (family.name, strength, first + 2 * number, via)
     for test in nulls.TESTS:
         for number in range(null_worlds):
@@ -87,10 +89,12 @@ def scored(
         "seconds": round(seconds),
         "worlds": len(worlds),
         "by_files": sum(w["via"] == "files" for w in worlds),
+        "by_schedule": sum(w["via"] == "schedule" for w in worlds),
         "bars": score.bars(worlds),
         "families": score.by_family(worlds),
         "confusion": score.confusion(worlds),
-        "bills": score.bill_errors(worlds),
+        "bills": score.bill_errors(worlds, told=False),
+        "bills_told": score.bill_errors(worlds, told=True),
         "bills_part_profiled": score.bill_errors(worlds, part_profiled=True),
         "blame": score.blame_errors(worlds),
         "nulls": null_rows,
@@ -112,16 +116,23 @@ def main() -> int:
         action="store_true",
         help="keep what is stored of the null worlds: they test the statistics alone, whatever the rules say",
     )
+    parser.add_argument(
+        "--share", type=float, default=1.0, help="play so many times the worlds, at least one of each kind"
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--output", type=Path, help="store the result here instead of in docs/")
     arguments = parser.parse_args()
-    counts, null_worlds = (SHORT, SHORT_NULLS) if arguments.short else (FULL, FULL_NULLS)
+    counts: Mapping[str, Sequence[int]] = SHORT
+    null_worlds = SHORT_NULLS
+    if not arguments.short:
+        counts = {kind: [max(1, round(arguments.share * n)) for n in each] for kind, each in FULL.items()}
+        null_worlds = FULL_NULLS
     kept = json.loads(STORED.read_text(encoding="utf-8"))["nulls"] if arguments.keep_nulls else None
     null_worlds = 0 if kept else null_worlds
     began = time.monotonic()
     # What runs at every change must not be what the page reports.
     odd = arguments.odd or arguments.short
-    results = run_all(list(jobs(counts, null_worlds, odd)), arguments.processes)
+    results = run_all(list(jobs(counts, null_worlds, odd, arguments.short)), arguments.processes)
     result = scored(results, time.monotonic() - began, arguments.short, kept)
     text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
     if arguments.output is not None:
