@@ -160,7 +160,8 @@ def test_loops() -> None:
                 ends.append(now)
                 now += think_s * rng.exponential()
         order = np.argsort(starts)
-        found = loop_of((np.array(starts)[order] * 1e9).astype(np.int64), np.array(ends)[order] * 1e9)
+        begin, end = (np.array(of, np.float64)[order] * 1e9 for of in (starts, ends))
+        found = loop_of(begin.astype(np.int64), end.astype(np.float64))
         assert found.kind == "closed", think_s
         assert found.most <= 8
     regular = np.arange(500, dtype=np.int64) * S

@@ -287,8 +287,11 @@ def changes(before: Sample, after: Sample) -> list[Change]:
         rows += own
     for (place, q, sides), pair, difference in zip(asked, pairs, differences(pairs), strict=True):
         row = _judged(rows[place], difference)
-        own = [_own_interval(*of, q) for of in zip(pair, sides, row.n_eff, strict=True)]
-        rows[place] = replace(row, before_interval_s=own[0], after_interval_s=own[1])
+        rows[place] = replace(
+            row,
+            before_interval_s=_own_interval(pair[0], sides[0], row.n_eff[0], q),
+            after_interval_s=_own_interval(pair[1], sides[1], row.n_eff[1], q),
+        )
     return rows
 
 
