@@ -160,8 +160,9 @@ def test_loops() -> None:
                 ends.append(now)
                 now += think_s * rng.exponential()
         order = np.argsort(starts)
-        begin, end = (np.array(of, np.float64)[order] * 1e9 for of in (starts, ends))
-        found = loop_of(begin.astype(np.int64), end.astype(np.float64))
+        begin: Floats = np.array(starts, np.float64)[order] * 1e9
+        end: Floats = np.array(ends, np.float64)[order] * 1e9
+        found = loop_of(begin.astype(np.int64), end)
         assert found.kind == "closed", think_s
         assert found.most <= 8
     regular = np.arange(500, dtype=np.int64) * S
