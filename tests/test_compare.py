@@ -148,7 +148,8 @@ def test_weights_move_a_quantile() -> None:
 def test_loops() -> None:
     rng = np.random.default_rng(2)
     arrival = np.sort(rng.integers(0, 300 * S, 1500))
-    assert loop_of(arrival, arrival + rng.exponential(2.0, 1500) * 1e9).kind == "open"
+    lasts: Floats = rng.exponential(2.0, 1500) * 1e9
+    assert loop_of(arrival, arrival + lasts).kind == "open"
     # Eight users, each asks again as soon as it is answered; with thinking, after a while.
     for think_s in (0.0, 2.0):
         starts, ends = [], []
@@ -166,8 +167,9 @@ def test_loops() -> None:
         assert found.kind == "closed", think_s
         assert found.most <= 8
     regular = np.arange(500, dtype=np.int64) * S
-    assert loop_of(regular, regular + 0.4e9 * rng.lognormal(0, 0.3, 500)).kind != "closed"
-    assert loop_of(arrival[:10], arrival[:10] + 1e9).kind == "unknown"
+    lasts = 0.4e9 * rng.lognormal(0, 0.3, 500)
+    assert loop_of(regular, np.asarray(regular + lasts, np.float64)).kind != "closed"
+    assert loop_of(arrival[:10], (arrival[:10] + 1e9).astype(np.float64)).kind == "unknown"
 
 
 # -- pairs ------------------------------------------------------------------------------------------
