@@ -266,7 +266,7 @@ def changes(before: Sample, after: Sample) -> list[Change]:
     """Each quantile of each class and metric that both traces have."""
     rows: list[Change] = []
     pairs: list[tuple[Estimate, Estimate]] = []
-    asked: list[int] = []
+    asked: list[tuple[int, float, tuple[Values, Values]]] = []
     for key in before.values:
         if key not in after.values:
             continue
@@ -282,11 +282,16 @@ def changes(before: Sample, after: Sample) -> list[Change]:
             drawn = [s.blocks.quantiles(v) for s, v in zip((before, after), sides, strict=True)]
             for place, (row, q) in enumerate(zip(own, QUANTILES, strict=True), len(rows)):
                 if row.reason is None:
-                    asked.append(place)
+                    asked.append((place, q, sides))
                     pairs.append((drawn[0][q], drawn[1][q]))
         rows += own
-    for place, pair, difference in zip(asked, pairs, differences(pairs), strict=True):
-        rows[place] = _judged(rows[place], pair, difference)
+    for (place, q, sides), pair, difference in zip(asked, pairs, differences(pairs), strict=True):
+        row = _judged(rows[place], difference)
+        rows[place] = replace(
+            row,
+            before_interval_s=_own_interval(pair[0], sides[0], row.n_eff[0], q),
+            after_interval_s=_own_interval(pair[1], sides[1], row.n_eff[1], q),
+        )
     return rows
 
 
@@ -306,18 +311,23 @@ def _stated(row: Change, q: float, sides: tuple[Values, Values]) -> Change:
     )
 
 
-def _judged(row: Change, pair: tuple[Estimate, Estimate], difference: Difference) -> Change:
+def _own_interval(estimate: Estimate, values: Values, n_eff: float, q: float) -> tuple[float, float]:
+    """Of one trace's quantile: by blocks or by ranks (as `diagnose` states it), whichever reaches further to either side. A
+    quantile is stated in calm windows first, and those alone know little of what bursts do."""
+    low, high = (float(v) for v in np.exp(estimate.interval()))
+    ranks = stats.quantile_interval(values.values_s[values.weights > 0], q, n_eff)
+    return (low, high) if ranks is None else (min(low, ranks[0]), max(high, ranks[1]))
+
+
+def _judged(row: Change, difference: Difference) -> Change:
     low, high = difference.interval
     verdict: Verdict = "cannot tell"
     if difference.called:
         verdict = "faster" if difference.point < 0 else "slower"
     elif np.log1p(-SAME) <= low and high <= np.log1p(SAME):
         verdict = "same"
-    intervals = [estimate.interval() for estimate in pair]
     return replace(
         row,
-        before_interval_s=_exp(intervals[0]),
-        after_interval_s=_exp(intervals[1]),
         change=float(np.expm1(difference.point)),
         interval=(float(np.expm1(low)), float(np.expm1(high))),
         p_faster=float(np.mean(difference.draws < 0) + np.mean(difference.draws == 0) / 2),
@@ -326,7 +336,3 @@ def _judged(row: Change, pair: tuple[Estimate, Estimate], difference: Difference
         verdict=verdict,
         reason=None if verdict != "cannot tell" else "interval",
     )
-
-
-def _exp(interval: tuple[float, float]) -> tuple[float, float]:
-    return float(np.exp(interval[0])), float(np.exp(interval[1]))

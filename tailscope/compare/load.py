@@ -89,7 +89,8 @@ def compare_load(before: Side, after: Side, blocks: tuple[Blocks, Blocks]) -> li
         elif enough and d.interval[0] * d.interval[1] > 0 and size >= matters:
             status = "may differ"
         a, b = ratio.sides
-        items.append(LoadItem(ratio.name, ratio.about, ratio.unit, a.point, b.point, (low, high), status))
+        interval = (low, high) if enough else None
+        items.append(LoadItem(ratio.name, ratio.about, ratio.unit, a.point, b.point, interval, status))
     return [_loop_item(before, after), *items]
 
 
