@@ -48,6 +48,8 @@ def class_tables(
     """What `trace` of a diagnosis says of classes beyond their quantiles: class_times, shapes, tenants, priorities, sizes,
     attainment. Reads `joined` and `gaps`; linear in requests, but for sorting them."""
     names = list(dict.fromkeys(row.klass for row in classes if row.basis == "requests"))
+    if ALL in names and not trace.rows("SELECT 1 FROM joined WHERE klass = $all LIMIT 1", {"all": ALL}):
+        names.remove(ALL)  # everybody's objectives, no class of that name
     return {
         "class_times": class_times(trace, names, slos),
         "shapes": shapes(trace, klass),
