@@ -28,6 +28,8 @@ MOST_CLASSES = 20
 MOST_CELLS = 200
 #: Bins of time of a class, and how many requests a bin has on average at least.
 MOST_BINS, BIN_REQUESTS = 48, 20
+#: Latencies of a cell or group whose order in time says what they are worth.
+MOST_ORDERED = 100_000
 #: Widths of bins that a person can read, in seconds; beyond them whole days.
 WIDTHS_S = (0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400)
 #: How unlikely by chance the slow ones of a bin must be, over all bins of a class, to be worth a line.
@@ -48,6 +50,8 @@ def class_tables(
     """What `trace` of a diagnosis says of classes beyond their quantiles: class_times, shapes, tenants, priorities, sizes,
     attainment. Reads `joined` and `gaps`; linear in requests, but for sorting them."""
     names = list(dict.fromkeys(row.klass for row in classes if row.basis == "requests"))
+    if ALL in names and not trace.rows("SELECT 1 FROM joined WHERE klass = $all LIMIT 1", {"all": ALL}):
+        names.remove(ALL)  # everybody's objectives, no class of that name
     return {
         "class_times": class_times(trace, names, slos),
         "shapes": shapes(trace, klass),
@@ -181,13 +185,22 @@ def quantiles(values: Floats, times_ns: Ints) -> Entry:
     found: dict[str, Any] = {"p50_s": None, "p95_s": None, "p99_s": None, "reason": "too-few-samples"}
     if len(values) < MIN_REQUESTS:
         return found
-    found["p50_s"] = float(np.median(values))
-    for q, name in ((0.95, "p95_s"), (0.99, "p99_s")):
-        # No effective sample is worth more than one.
-        if stats.allows_quantile(q, len(values)) and stats.allows_quantile(
-            q, stats.quantile_samples(values, q, times_ns)
-        ):
-            found[name] = float(np.quantile(values, q))
+    p50, p95, p99 = (float(v) for v in np.quantile(values, [0.5, 0.95, 0.99]))
+    found["p50_s"] = p50
+    # Fewer, evenly taken, are worth no more than all.
+    order = np.argsort(times_ns, kind="stable")[:: -(-len(values) // MOST_ORDERED)]
+    some, times = values[order], times_ns[order]
+    lags = None
+    for q, name, value in ((0.95, "p95_s", p95), (0.99, "p99_s", p99)):
+        if not stats.allows_quantile(q, len(some)):
+            break
+        lags = stats.rank_autocorrelation(some, times) if lags is None else lags
+        n_eff = min(
+            stats.effective_samples((some > value).astype(np.float64), times),
+            stats.samples_by_ranks(len(some), q, lags),
+        )
+        if stats.allows_quantile(q, n_eff):
+            found[name] = value
     if found["p99_s"] is not None:
         found["reason"] = None
     return found

@@ -17,13 +17,20 @@ LEAST = 60
 #: Arrivals follow departures where the time from one to the other spreads by less than this share of what the time
 #: between arrivals spreads by.
 TIGHT = 0.2
+#: The same, and how long before a departure its arrival may seem to be, as a share of the mean latency.
+PROMPT = 0.01
+#: Gaps between arrivals that vary by less than this share of the mean latency are those of a clock.
+LEAST_SPREAD = 1e-3
 #: Quantiles of what is in flight that are tried as the limit.
 LIMITS = (1.0, 0.9, 0.75, 0.5, 0.25, 0.1)
 #: Time slots, in mean gaps between arrivals, in which arrivals are counted and compared with what was in flight before.
 SLOT = 2.0
 #: How many standard errors below 0 the effect of requests in flight on arrivals lies where they hold arrivals up, and what
 #: share of the mean rate a standard deviation more of them takes away.
-SURE, NOTABLE = 5.0, 0.15
+SURE, NOTABLE = 4.0, 0.15
+#: Slots needed for that, and how many times the variance of a Poisson count theirs has at most: what holds arrivals up
+#: evens them out, and after a burst has passed many are in flight and few come too.
+LEAST_SLOTS, EVEN = 100, 1.3
 
 
 @dataclass(frozen=True)
@@ -65,9 +72,8 @@ def loop_of(arrivals_ns: Ints, ends_ns: Ints) -> Loop | None:
     for first, beyond in pairwise(edges.tolist()):
         span = float(arrivals[beyond - 1] - arrivals[first])
         of += span
-        found = _turnaround(arrivals, ends, before, first, beyond)
-        # Much later than an answer takes is another burst.
-        if found and found[1] <= lasting:
+        found = _turnaround(arrivals, ends, before, range(first, beyond), lasting)
+        if found:
             capped += span
             limits.append(found[0])
             turnarounds.append(found[1])
@@ -83,26 +89,33 @@ def loop_of(arrivals_ns: Ints, ends_ns: Ints) -> Loop | None:
 
 
 def _turnaround(
-    arrivals: Floats, ends: Floats, before: Ints, first: int, beyond: int
+    arrivals: Floats, ends: Floats, before: Ints, part: range, lasting: float
 ) -> tuple[int, float] | None:
     """(limit, median time from a departure to the arrival that it let in) of a part, where arrivals follow departures."""
-    spread = _spread(np.diff(arrivals[first:beyond]))
+    gaps = np.diff(arrivals[part.start : part.stop])
+    spread = _spread(gaps, 0.98)
+    if spread <= LEAST_SPREAD * lasting:
+        return None  # by a clock, or so even that nothing tells the two apart
+    # A burst among rare requests spreads the gaps, and none follows a departure closely.
+    close = max(TIGHT * _spread(gaps, 0.9), PROMPT * lasting)
     # Some request more, of a probe or another client, may be there at times, and answers end late for who tells of them.
-    in_flight = np.quantile(before[first:beyond], LIMITS).astype(int)
+    in_flight = np.quantile(before[part.start : part.stop], LIMITS).astype(int)
     for limit in dict.fromkeys([*(in_flight + 1).tolist(), *in_flight.tolist()]):
-        place = np.arange(max(first, limit), beyond) - limit
-        if limit < 1 or len(place) < (beyond - first) // 2:
+        place = np.arange(max(part.start, limit), part.stop) - limit
+        if limit < 1 or len(place) < len(part) // 2:
             continue
         since = arrivals[place + limit] - ends[place]
         middle = float(np.median(since))
-        if middle >= -TIGHT * spread and float(np.median(np.abs(since - middle))) <= TIGHT * spread:
+        apart = float(np.median(np.abs(since - middle)))
+        # What comes before it did not wait for it; much later than an answer takes is another burst.
+        if apart <= min(TIGHT * spread, close) and -PROMPT * lasting <= middle <= lasting:
             return limit, middle
     return None
 
 
-def _spread(gaps: Floats) -> float:
-    """Of gaps between arrivals, mean distance from their median; the longest of fifty counts as the one before it."""
-    cut = np.minimum(gaps, np.quantile(gaps, 0.98))
+def _spread(gaps: Floats, q: float) -> float:
+    """Of gaps between arrivals, mean distance from their median; those beyond quantile q count as that."""
+    cut = np.minimum(gaps, np.quantile(gaps, q))
     return float(np.abs(cut - np.median(cut)).mean())
 
 
@@ -113,9 +126,11 @@ def _held(arrivals: Floats, ends: Floats) -> float:
         return 0.0
     slots = np.arange(0, float(arrivals[-1]) - width, width)
     arrived = np.searchsorted(arrivals, np.append(slots, slots[-1] + width)) if len(slots) else np.empty(0)
-    if len(slots) < LEAST // 2:
+    if len(slots) < LEAST_SLOTS:
         return 0.0
     count = np.diff(arrived).astype(np.float64)
+    if count.var() > EVEN * count.mean():
+        return 0.0
     flying = (arrived[:-1] - np.searchsorted(ends, slots)).astype(np.float64)
     sums = np.concatenate([[0.0], np.cumsum(count)])
     columns = [np.ones(len(count)), flying]

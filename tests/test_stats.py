@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.signal import lfilter
+from scipy.stats import multivariate_normal, norm
 
 from tailscope import stats
 from tailscope.ledger.coupling import Victims
@@ -123,6 +124,58 @@ def test_effective_samples_are_between_one_and_all(values: list[float]) -> None:
     result = stats.effective_samples(np.array(values), np.zeros(n, np.int64))
     assert min(n, 1) <= result <= n
     assert n >= 4 or result == n
+
+
+def half_in_bursts(phi: float, seed: int, n: int) -> Floats:
+    """Log-normal values of which half of the variance follows an AR(1)."""
+    load = autoregressive(phi, n, seed) * np.sqrt(1 - phi**2)
+    return np.asarray(np.exp(0.8 * (load + np.random.default_rng(seed + 1).normal(size=n)) / np.sqrt(2)))
+
+
+def test_ranks_show_bursts_that_a_few_exceedances_hide() -> None:
+    """By its exceedances alone half of these windows would tell a p99, with an interval that is wrong two times of five."""
+    n, told, right = 2000, [0, 0], 0
+    for seed in range(100):
+        values = half_in_bursts(0.98, seed, n)
+        by_exceedances = stats.effective_samples(
+            (values > np.quantile(values, 0.99)).astype(np.float64), np.arange(n)
+        )
+        safe = stats.quantile_samples(values, 0.99, np.arange(n))
+        assert 1 <= safe <= by_exceedances
+        for i, n_eff in enumerate((by_exceedances, safe)):
+            told[i] += stats.allows_quantile(0.99, n_eff)
+        interval = stats.quantile_interval(values, 0.99, by_exceedances)
+        right += interval is not None and interval[0] <= np.exp(0.8 * 2.3263) <= interval[1]
+    assert told[0] > 30 and right < 80 and told[1] <= 2
+
+
+def test_independent_values_are_worth_what_they_were() -> None:
+    """Chance correlation of ranks takes nothing away."""
+    for seed in range(20):
+        values = np.random.default_rng(seed).lognormal(size=3000)
+        lags = stats.rank_autocorrelation(values, np.arange(3000))
+        assert stats.samples_by_ranks(3000, 0.99, lags) > 0.9 * 3000
+
+
+def test_what_ranks_do_to_exceedances() -> None:
+    """Equal ranks exceed together; what half correlated normal values do follows from the probability that both exceed, by
+    scipy's `multivariate_normal`."""
+    for q in (0.99, 0.95):
+        both = multivariate_normal([0, 0], [[1, 0.5], [0.5, 1]]).cdf([norm.ppf(1 - q)] * 2)
+        correlation = (both - (1 - q) ** 2) / (q * (1 - q))
+        assert 0.1 < correlation < 0.3
+        assert stats.samples_by_ranks(1000, q, np.array([0.5])) == pytest.approx(
+            1000 / (1 + 2 * correlation), rel=0.01
+        )
+        assert stats.samples_by_ranks(1000, q, np.array([1.0])) == pytest.approx(1000 / 3)
+    assert stats.samples_by_ranks(1000, 0.99, np.empty(0)) == 1000
+    assert stats.quantile_samples(np.full(50, 1.0), 0.99, np.arange(50)) == 50
+
+
+def test_the_interval_of_a_share() -> None:
+    """Wilson's, as statsmodels' proportion_confint gives it for 8 of 10."""
+    assert stats.share_interval(0.8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+    assert stats.share_interval(1.0, 20)[1] == 1.0 and stats.share_interval(0.0, 20)[0] == 0.0
 
 
 def test_what_a_quantile_needs() -> None:
