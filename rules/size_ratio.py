@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from tailscope.model import (
-    HIGH_SHARE,
     Decision,
     Evidence,
     Finding,
@@ -15,7 +14,6 @@ from tailscope.model import (
     Remedy,
     Rows,
     Rule,
-    Severity,
     Threshold,
 )
 
@@ -50,11 +48,6 @@ def matters(row: Row, limits: Mapping[str, float]) -> bool:
         return False
     least = limits["gap"] if row["metric"] == "ITL" else limits["slowdown"]
     return share(row) >= limits["share"] and row["blamed_s"] >= least * (row["p50_s"] or 0.0)
-
-
-def severity(row: Row, limits: Mapping[str, float]) -> Severity:
-    """A matter of planning: it never outranks what says who waits behind whom."""
-    return "medium" if row["ratio"] >= limits["services"] and share(row) >= HIGH_SHARE else "low"
 
 
 def finding(hurt: Sequence[Row], limits: Mapping[str, float]) -> Finding:
@@ -98,7 +91,8 @@ def finding(hurt: Sequence[Row], limits: Mapping[str, float]) -> Finding:
     return Finding(
         rule=RULE.name,
         status="found",
-        severity=severity(worst, limits),
+        # A matter of planning: it never outranks what says who waits behind whom.
+        severity="low",
         basis="inferred",
         title=(
             f"Prompts up to {worst['ratio']:.0f}x the median share a pool with class {' and '.join(victims)}, whose tail pays for "
