@@ -40,6 +40,12 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
             f"{trace['long_answers']:,} long answers held {trace['long_wait_s']:.3g} s of the {trace['wait_s']:.3g} s that others "
             "queued for slots or KV cache: too little to make a tail",
         )
+    if trace["long_within_s"] < limits["apart"] * trace["long_e2e_s"]:
+        return Decision(
+            "inconclusive",
+            f"the {trace['long_answers']:,} long answers held what others queued for, but were asked for within "
+            f"{trace['long_within_s']:.3g} s: one burst, and whether their length or their number did it cannot be told",
+        )
     finding = found(sorted(hurt, key=share, reverse=True))
     return Decision("found", "long answers hold what others queue for", (finding,))
 
@@ -153,6 +159,12 @@ RULE = Rule(
     thresholds=(
         _tails.SHARE,
         _prefill.SLOWDOWN,
+        Threshold(
+            "apart",
+            1.0,
+            "x their E2E",
+            "Long answers that all came before one of them was over are one burst, which holds all there is whatever its length.",
+        ),
         Threshold("hit", 0.01, "0-1", "What fewer than one in a hundred requests waits for moves no p99."),
     ),
     remedies=(
