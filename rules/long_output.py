@@ -58,7 +58,9 @@ def is_felt(row: Mapping[str, Any], limits: Mapping[str, float]) -> bool:
     """Whether what long answers held is a real part of an excess, and was waited for by more than a handful."""
     if not row["excess_s"] or row["excess_s"] <= 0 or row["hit"] < limits["hit"] * row["n"]:
         return False
-    return share(row) >= limits["share"] and row["long_s"] >= limits["slowdown"] * (row["p50_s"] or 0.0)
+    # The wait as a whole is what is felt; the long answers' part of it is a share of what was held.
+    waited = max(row["queued_s"], row["long_s"])
+    return share(row) >= limits["share"] and waited >= limits["slowdown"] * (row["p50_s"] or 0.0)
 
 
 def found(hurt: Sequence[Mapping[str, Any]]) -> Finding:
