@@ -40,6 +40,12 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
             f"{trace['long_answers']:,} long answers held {trace['long_wait_s']:.3g} s of the {trace['wait_s']:.3g} s that others "
             "queued for slots or KV cache: too little to make a tail",
         )
+    if trace["long_within_s"] < limits["apart"] * trace["long_e2e_s"]:
+        return Decision(
+            "inconclusive",
+            f"the {trace['long_answers']:,} long answers held what others queued for, but were asked for within "
+            f"{trace['long_within_s']:.3g} s: one burst, and whether their length or their number did it cannot be told",
+        )
     finding = found(sorted(hurt, key=share, reverse=True))
     return Decision("found", "long answers hold what others queue for", (finding,))
 
@@ -52,7 +58,9 @@ def is_felt(row: Mapping[str, Any], limits: Mapping[str, float]) -> bool:
     """Whether what long answers held is a real part of an excess, and was waited for by more than a handful."""
     if not row["excess_s"] or row["excess_s"] <= 0 or row["hit"] < limits["hit"] * row["n"]:
         return False
-    return share(row) >= limits["share"] and row["long_s"] >= limits["slowdown"] * (row["p50_s"] or 0.0)
+    # The wait as a whole is what is felt; the long answers' part of it is a share of what was held.
+    waited = max(row["queued_s"], row["long_s"])
+    return share(row) >= limits["share"] and waited >= limits["slowdown"] * (row["p50_s"] or 0.0)
 
 
 def found(hurt: Sequence[Mapping[str, Any]]) -> Finding:
@@ -153,6 +161,12 @@ RULE = Rule(
     thresholds=(
         _tails.SHARE,
         _prefill.SLOWDOWN,
+        Threshold(
+            "apart",
+            1.0,
+            "x their E2E",
+            "Long answers that all came before one of them was over are one burst, which holds all there is whatever its length.",
+        ),
         Threshold("hit", 0.01, "0-1", "What fewer than one in a hundred requests waits for moves no p99."),
     ),
     remedies=(

@@ -32,6 +32,9 @@ everyone AS (
     SELECT count(*) FILTER (WHERE output_tokens >= a.long_from) AS long_answers,
            median(output_tokens) FILTER (WHERE output_tokens >= a.long_from) AS long_tokens,
            sum(e2e_ns - ttft_ns) FILTER (WHERE output_tokens >= a.long_from) / nullif(sum(e2e_ns - ttft_ns), 0) AS long_share,
+           (quantile_cont(arrival_ns, 0.9) FILTER (WHERE output_tokens >= a.long_from)
+            - quantile_cont(arrival_ns, 0.1) FILTER (WHERE output_tokens >= a.long_from)) / 1e9 AS long_within_s,
+           median(e2e_ns) FILTER (WHERE output_tokens >= a.long_from) / 1e9 AS long_e2e_s,
            count(*) AS requests
     FROM joined CROSS JOIN answers a WHERE billed
 ),

@@ -232,15 +232,21 @@ def bad_blocks(found: NDArray[np.bool_], block: Ints) -> tuple[float, NDArray[np
     Those before the first good one are the cache's filling. The chance is the binomial tail.
     """
     size = np.bincount(block)
-    hits = np.bincount(block, weights=found)
+    hits = np.bincount(block, weights=found).astype(np.float64)
     share = hits / size
     good = float(np.quantile(share, GOOD_QUANTILE))
-    # A share of 1 would make one miss a wonder.
-    chance = bdtr(hits, size, min(good, 0.98))
-    bad = (chance < CHANCE) & (share <= good - FALL)
+    bad = _worse(hits, size, good)
+    # The best blocks are so by chance too: those that are not worse are all as good as each other.
+    good = float(hits[~bad].sum() / size[~bad].sum())
+    bad = _worse(hits, size, good)
     first_good = int(np.argmax(~bad)) if (~bad).any() else len(bad)
     bad[:first_good] = False
     return good, bad
+
+
+def _worse(hits: Floats, size: Ints, good: float) -> NDArray[np.bool_]:
+    # A share of 1 would make one miss a wonder.
+    return np.asarray((bdtr(hits, size, min(good, 0.98)) < CHANCE) & (hits / size <= good - FALL))
 
 
 def _lengths(arrival_ns: Ints, block: Ints) -> Floats:
