@@ -18,10 +18,7 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
     trace = rows[0]
     hurt = sorted((r for r in rows if matters(r, limits)), key=share, reverse=True)
     if not hurt:
-        text = (
-            f"requests are typically {trace['usual_wait_s'] or 0.0:.3g} s in the API server before the engine has them, and no tail is "
-            "longer by it"
-        )
+        text = f"requests are typically {usual(trace)} in the API server before the engine has them, and no tail is longer by it"
         if trace["counted_on"]:
             return Decision("clear", text)
         return Decision(
@@ -34,6 +31,11 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
             f"{trace['hidden_s'] or 0.0:.3g} uncounted: the two clocks or the steps do not fit together",
         )
     return Decision("found", "requests wait where no gauge counts them", (finding(hurt),))
+
+
+def usual(row: Row) -> str:
+    seconds = row["usual_wait_s"] or 0.0
+    return "less than 0.1 ms" if seconds < 1e-4 else f"{1e3 * seconds:.3g} ms"
 
 
 def share(row: Row) -> float:
@@ -59,7 +61,7 @@ def finding(hurt: Sequence[Row]) -> Finding:
     evidence.append(
         Evidence(
             f"{worst['long_waits']:,} of {worst['waits']:,} requests spent more than {LONG_S:g} s there, up to {worst['longest_s']:.3g} s; "
-            f"typically it is {worst['usual_wait_s']:.3g} s",
+            f"typically it is {usual(worst)}",
             {key: worst[key] for key in ("long_waits", "waits", "longest_s", "usual_wait_s")},
         )
     )

@@ -83,6 +83,10 @@ SELECT instance, engine, mode(model) AS model, mode(role) AS role, median(output
 FROM joined WHERE billed AND engine_saw AND ttft_ns >= 0 AND e2e_ns >= ttft_ns
 GROUP BY instance, engine ORDER BY instance, coalesce(engine, -1)
 """
+_TOGETHER = """
+SELECT DISTINCT instance, engine FROM step_costs
+WHERE lane IN (SELECT lane FROM step_costs GROUP BY lane HAVING count(DISTINCT (instance, engine)) > 1)
+"""
 #: Steps of like batches: within a quarter of a factor of two in decodes, half a one in prefill tokens. Engines that step
 #: together take as long as the slowest of them, whatever their own batch.
 _PACE = """
@@ -121,9 +125,11 @@ def write_replicas(trace: Trace) -> None:
     """Fill `replicas` and `replica_tails`; both are empty where no engine has peers. After contrast, which makes
     `members`, and after `step_costs`."""
     units = trace.rows(_UNITS)
+    # Engines that step together are as slow as the slowest of them: what sets them apart is other rules' matter.
+    together = {(row["instance"], row["engine"]) for row in trace.rows(_TOGETHER)}
     groups: dict[tuple[Any, ...], list[int]] = {}
     for number, unit in enumerate(units):
-        if unit["n"] >= MIN_REQUESTS:
+        if unit["n"] >= MIN_REQUESTS and (unit["instance"], unit["engine"]) not in together:
             key = unit["model"], unit["role"], unit["one_token"]
             groups.setdefault(key, []).append(number)
     compared = [group for group in groups.values() if len(group) > 1]
