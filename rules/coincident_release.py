@@ -275,7 +275,12 @@ RULE = Rule(
             "",
             "Against requests let go as far apart as they came, for all gaps that were tried.",
         ),
-        _tails.SHARE,
+        Threshold(
+            "share",
+            0.3,
+            "0-1",
+            "Steps with a long tail of their own let a few go together now and then, which is not why the tail is long.",
+        ),
         _tails.SLOWDOWN,
     ),
     remedies=(

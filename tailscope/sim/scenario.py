@@ -193,10 +193,20 @@ class Fault:
     host-slow: the host of `rank` (or with all_ranks of each) launches `phase` and `layers` late, by `length_s` a step and
     `per_request_s` for each request of its batch; with `every_s` it stands still for `length_s` every so often, as for a
     garbage collection. first-shape: the first step of each size of a batch takes `length_s` more, as for compiling or
-    capturing a graph.
+    capturing a graph. gateway-hold: the gateway lets nothing through for `length_s`, every `every_s` (once when None), and
+    then all that it held.
     """
 
-    kind: Literal["pause", "slow-rank", "slow-link", "frontend", "slow-replica", "host-slow", "first-shape"]
+    kind: Literal[
+        "pause",
+        "slow-rank",
+        "slow-link",
+        "frontend",
+        "slow-replica",
+        "host-slow",
+        "first-shape",
+        "gateway-hold",
+    ]
     name: str = ""
     from_s: float = 0.0
     to_s: float | None = None

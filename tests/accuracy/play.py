@@ -93,6 +93,9 @@ def _played(
     for cause in scenario.causes:
         result.labels[cause.rule] = _culprit(cause, outcome)
         result.cost[cause.rule] = _cost(outcome, others[cause.rule])
+        if any(fault.kind == "gateway-hold" for fault in scenario.faults):
+            held = _client_cost(outcome, others[cause.rule])
+            result.cost[cause.rule] = max(result.cost[cause.rule], held)
     result.suspects = {
         rule: _cost(outcome, simulate(innocent(scenario)), scenario.loads[:1])
         for rule, innocent in suspects.items()
@@ -145,6 +148,13 @@ def _cost(outcome: Outcome, other: Outcome, loads: Sequence[Load] | None = None)
         if load in names and p99["without"] > 0
     ]
     return max(shares, default=0.0)
+
+
+def _client_cost(outcome: Outcome, other: Outcome) -> float:
+    """By what share the clients' p99 of TTFT is higher than in another world: what is held before the engine it does not see."""
+    waits = [o.requests.first_shown_s - o.requests.sent_s for o in (outcome, other)]
+    with_it, without_it = (float(np.nanquantile(wait, 0.99)) for wait in waits)
+    return with_it / without_it - 1
 
 
 def _note(result: Played, diagnosis: Diagnosis) -> None:
