@@ -98,20 +98,20 @@ begun AS (
     SELECT *, coalesce(end_ns - lag(end_ns) OVER (PARTITION BY instance, engine ORDER BY k) > {STORM_GAP_NS}, true) AS is_first FROM hits
 ),
 numbered AS (
-    SELECT *, count(*) FILTER (WHERE is_first) OVER (PARTITION BY instance, engine ORDER BY k) AS storm FROM begun
+    SELECT *, sum(is_first::INT) OVER (PARTITION BY instance, engine ORDER BY k ROWS UNBOUNDED PRECEDING) AS storm FROM begun
 ),
-spans AS (
-    SELECT instance, engine, storm, max(k) AS last_k FROM numbered GROUP BY instance, engine, storm
-),
--- The storm that began last; a running maximum is cheaper than a join of steps with spans.
+-- The storm that began last, and its last preemption: windows, since a join of steps with spans compares each with each.
 within AS (
     SELECT t.*, max(n.storm) OVER (PARTITION BY t.instance, t.engine ORDER BY t.k ROWS UNBOUNDED PRECEDING) AS storm
     FROM thrown_out t LEFT JOIN (SELECT k, storm FROM numbered) n USING (k)
+),
+ending AS (
+    SELECT *, max(CASE WHEN told > 0 OR early > 0 THEN k END) OVER (PARTITION BY instance, engine, storm) AS last_k
+    FROM within WHERE storm IS NOT NULL
 )
-SELECT w.*,
-       greatest(sum(w.early - w.told) OVER (PARTITION BY w.instance, w.engine, w.storm ORDER BY w.k ROWS UNBOUNDED PRECEDING), 0) AS untold
-FROM within w JOIN spans s ON s.instance = w.instance AND s.engine IS NOT DISTINCT FROM w.engine AND s.storm = w.storm
-WHERE w.k <= s.last_k
+SELECT * EXCLUDE (last_k),
+       greatest(sum(early - told) OVER (PARTITION BY instance, engine, storm ORDER BY k ROWS UNBOUNDED PRECEDING), 0) AS untold
+FROM ending WHERE k <= last_k
 """
 #: Storms: spans of time in which running requests were thrown out, with what was done meanwhile. Tokens computed again are what
 #: the ledger takes for that; `finished` is how many requests ended; `untold` at most, and for so many request-
