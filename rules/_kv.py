@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tailscope.model import Remedy, Threshold
 
@@ -37,6 +38,16 @@ FEWER_TOKENS = Remedy(
 ADD = Remedy("Add an instance", "router configuration", "any", "another GPU")
 
 
+@dataclass(frozen=True)
+class Bars:
+    """What rules about the cache decide by, as their thresholds say."""
+
+    share: float
+    hit: float
+    slowdown: float
+    queue_only: float
+
+
 def caused(row: Row) -> float:
     """Seconds of the excess that the victims stalled, others computed for them, or somebody queued for the cache."""
     return float(row["preempted_s"] + max(row["recompute_s"], 0.0) + max(row["queued_s"], 0.0))
@@ -51,22 +62,22 @@ def part(row: Row, seconds: float) -> float:
     return float(min(1.0, max(0.0, seconds / row["excess_s"])))
 
 
-def felt(row: Row, seconds: float, limits: Mapping[str, float]) -> bool:
+def felt(row: Row, seconds: float, bars: Bars) -> bool:
     """Whether `seconds` of the excess are a real part of it and of the median, and not just a handful of requests'."""
-    if not row["excess_s"] or row["excess_s"] <= 0 or part(row, seconds) < limits["share"]:
+    if not row["excess_s"] or row["excess_s"] <= 0 or part(row, seconds) < bars.share:
         return False
-    if row["hit"] is not None and row["hit"] < limits["hit"] * row["n"]:
+    if row["hit"] is not None and row["hit"] < bars.hit * row["n"]:
         return False
-    return bool(seconds >= limits["slowdown"] * (row["p50_s"] or 0.0))
+    return bool(seconds >= bars.slowdown * (row["p50_s"] or 0.0))
 
 
-def hurt_by_cache(rows: Sequence[Row], limits: Mapping[str, float]) -> list[Row]:
-    return [row for row in rows if felt(row, caused(row), limits)]
+def hurt_by_cache(rows: Sequence[Row], bars: Bars) -> list[Row]:
+    return [row for row in rows if felt(row, caused(row), bars)]
 
 
-def is_storm(hurt: Sequence[Row], limits: Mapping[str, float]) -> bool:
+def is_storm(hurt: Sequence[Row], bars: Bars) -> bool:
     """Whether preemption is a real part of what the cache cost `hurt`: then preemption-storm speaks, else kv-pressure."""
-    stalled = any(r["preempted_s"] > 0 or r["recompute_s"] >= limits["share"] * r["excess_s"] for r in hurt)
+    stalled = any(r["preempted_s"] > 0 or r["recompute_s"] >= bars.share * r["excess_s"] for r in hurt)
     return bool(hurt) and bool(
-        hurt[0]["preempted_requests"] and (stalled or hurt[0]["preempted_requests"] >= limits["queue_only"])
+        hurt[0]["preempted_requests"] and (stalled or hurt[0]["preempted_requests"] >= bars.queue_only)
     )

@@ -74,12 +74,12 @@ def by_chance(row: Row) -> float:
 
 def is_unowned(row: Row) -> bool:
     """Whether most of what they waited has no owner: neither others' prefill nor the cache, slots or ranks."""
-    return bool(row["booked_s"] and row["unowned_s"] >= row["booked_s"] / 2)
+    return bool(row["has_steps"] and row["booked_s"] and row["unowned_s"] >= row["booked_s"] / 2)
 
 
 def is_unknown(row: Row) -> bool:
     """Whether no steps say what they waited for."""
-    return bool(row["booked_s"] and row["unknown_s"] + row["unowned_s"] >= row["booked_s"] / 2)
+    return bool(row["booked_s"] and not row["has_steps"])
 
 
 def judged(groups: Sequence[Row], limits: Mapping[str, float]) -> Finding | None:
@@ -194,7 +194,8 @@ def finding(groups: Sequence[Row], hurt: Sequence[_tails.Tail], is_known: bool) 
             else ""
         ),
         culprit=culprit(groups, steps),
-        victims=_tails.victims(hurt),
+        victims=_tails.victims(hurt)
+        or tuple(Party("class", name) for name in sorted({k for row in groups for k in row["klasses"]})),
         share_of_tail=share if is_known else None,
         window_ns=(
             min(row["first_begun_ns"] for row in groups),
@@ -274,7 +275,12 @@ RULE = Rule(
             "",
             "Against requests let go as far apart as they came, for all gaps that were tried.",
         ),
-        _tails.SHARE,
+        Threshold(
+            "share",
+            0.3,
+            "0-1",
+            "Steps with a long tail of their own let a few go together now and then, which is not why the tail is long.",
+        ),
         _tails.SLOWDOWN,
     ),
     remedies=(

@@ -43,7 +43,6 @@ booked AS (
 ),
 owned AS (
     SELECT kind, instance, engine_key, head_ns, coalesce(sum(ns) FILTER (WHERE is_unowned), 0) / 1e9 AS unowned_s, sum(ns) / 1e9 AS booked_s,
-           coalesce(sum(ns) FILTER (WHERE component = 'prefill_phase'), 0) / 1e9 AS unknown_s,
            coalesce(sum(ns) FILTER (WHERE component = 'frontend'), 0) / 1e9 AS frontend_s,
            arg_max(component, total_ns) FILTER (WHERE NOT is_unowned) AS owner
     FROM (SELECT *, sum(ns) OVER (PARTITION BY kind, instance, engine_key, head_ns, component) AS total_ns FROM booked)
@@ -71,9 +70,9 @@ upstream AS (
           FROM waiting m JOIN clients c ON c.rid = m.rid WHERE m.kind = 'arrival' AND c.ttft_s > c.p95_s GROUP BY ALL) m
     JOIN client_tails USING (klass) GROUP BY ALL
 ),
--- The longest prompt that got its first token about then: its step would have let the others go.
+-- Who they were. The longest prompt's step would have let the others go.
 prompts AS (
-    SELECT f.kind, f.instance, f.engine_key, f.head_ns, max(s.prompt_tokens) AS longest_prompt
+    SELECT f.kind, f.instance, f.engine_key, f.head_ns, max(s.prompt_tokens) AS longest_prompt, list(DISTINCT s.klass ORDER BY s.klass) AS klasses
     FROM waiting m JOIN found f USING (kind, instance, engine_key, head_ns) JOIN seen s ON s.rid = m.rid GROUP BY ALL
 ),
 -- The step that lasted longest beyond its batch while they waited.
@@ -84,8 +83,10 @@ waits AS (
       ON c.instance = f.instance AND c.engine_key = f.engine_key AND c.start_ns <= f.head_ns
     WHERE f.kind = 'first token' AND c.end_ns >= f.first_begun_ns
 )
-SELECT f.*, o.unowned_s, o.booked_s, o.unknown_s, o.frontend_s, o.owner, p.hurt, u.client_hurt, r.longest_prompt, w.start_ns AS step_ns, w.beyond_s, w.reason,
-       (SELECT median(prompt_tokens) FROM seen) AS usual_prompt, (SELECT count(*) FROM step_costs) AS steps, (SELECT count(*) FROM seen) AS requests,
+SELECT f.*, o.unowned_s, o.booked_s, o.frontend_s, o.owner, p.hurt, u.client_hurt, r.longest_prompt, r.klasses, w.start_ns AS step_ns, w.beyond_s, w.reason,
+       (SELECT median(prompt_tokens) FROM seen) AS usual_prompt, -- Without steps at the requests' time a bill does not say what a wait was for.
+       coalesce((SELECT any_value(matched >= 0.5 * total) FROM coverage WHERE "join" = 'request → iterations' AND total > 0), false) AS has_steps,
+       (SELECT count(*) FROM seen) AS requests,
        (SELECT count(DISTINCT instance) FROM seen) AS instances, coalesce(h.largest_tried, 0) AS largest_tried,
        (SELECT list({klass: klass, metric: metric, excess_s: excess_s, p50_s: p50_s, slo_broken: slo_broken} ORDER BY klass, metric)
         FROM class_rows WHERE excess_s > 0) AS classes

@@ -20,12 +20,13 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
     trace = rows[0]
     if not trace["usage_steps"]:
         return without_steps(trace, limits)
-    if _kv.is_storm(_kv.hurt_by_cache(rows, limits), limits):
+    bars = _kv.Bars(limits["share"], limits["hit"], limits["slowdown"], limits["queue_only"])
+    if _kv.is_storm(_kv.hurt_by_cache(rows, bars), bars):
         return Decision(
             "clear",
             f"{trace['preempted_requests']} requests were preempted: what the cache costs is told by preemption-storm",
         )
-    hurt = [row for row in rows if _kv.felt(row, max(row["queued_s"], 0.0), limits)]
+    hurt = [row for row in rows if _kv.felt(row, max(row["queued_s"], 0.0), bars)]
     if not hurt:
         waited = f"requests waited for it for {trace['full_waiting_s']:.3g} s, too little to make a tail"
         if not trace["full_waiting_s"]:

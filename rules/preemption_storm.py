@@ -19,8 +19,9 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
         return without_requests(trace)
     if not trace["preempted_requests"]:
         return Decision("clear", f"none of {trace['known_requests']} requests was preempted")
-    hurt = _kv.hurt_by_cache(rows, limits)
-    if not _kv.is_storm(hurt, limits):
+    bars = _kv.Bars(limits["share"], limits["hit"], limits["slowdown"], limits["queue_only"])
+    hurt = _kv.hurt_by_cache(rows, bars)
+    if not _kv.is_storm(hurt, bars):
         return Decision(
             "clear",
             f"{trace['preempted_requests']} of {trace['known_requests']} requests were preempted, "

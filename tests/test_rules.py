@@ -14,6 +14,7 @@ import yaml
 from tailscope import registry
 from tailscope.config import Config
 from tailscope.engine import diagnose, judge
+from tailscope.ledger.kv import write_storms
 from tailscope.ledger.step_costs import write_member_sums
 from tailscope.model import Decision, Finding
 from tailscope.parts import SourceWriter
@@ -128,6 +129,7 @@ def run(trace: Trace, rule: str, case: dict[str, Any]) -> Decision:
             trace.connection.execute(f"INSERT INTO {view} BY NAME SELECT * FROM case_rows")
             trace.connection.unregister("case_rows")
     write_member_sums(trace)
+    write_storms(trace)
     return judge(trace, *RULES[rule])
 
 

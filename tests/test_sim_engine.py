@@ -446,3 +446,24 @@ def check_steps(outcome: Any, engine: Engine) -> None:
         np.add.at(change, r.first[chosen], r.tokens[chosen])
         np.add.at(change, r.last[chosen] + 1, -r.tokens[chosen])
         assert (np.cumsum(change)[:-1] == column).all()
+
+
+def test_a_gateway_that_holds_lets_all_go_together() -> None:
+    hold = Fault("gateway-hold", from_s=1.0, length_s=2.0)
+    load = at((0.5, 100, 5), (1.5, 100, 5), (2.5, 100, 5), (3.5, 100, 5))
+    outcome, free = play(load, faults=(hold,)), play(load)
+    q = outcome.requests
+    assert q.sent_s == pytest.approx([0.5, 1.5, 2.5, 3.5])
+    assert q.arrival_s == pytest.approx([0.5, 3.0, 3.0, 3.5])
+    assert free.requests.arrival_s == pytest.approx([0.5, 1.5, 2.5, 3.5])
+
+
+def test_who_leaves_while_the_gateway_holds_never_reaches_an_engine() -> None:
+    hold = Fault("gateway-hold", from_s=1.0, length_s=4.0)
+    impatient = at((1.5, 100, 5), (4.5, 100, 5), timeout_s=1.0)
+    outcome = play(impatient, faults=(hold,), gateway=Gateway(max_in_flight=1))
+    q = outcome.requests
+    assert np.isnan(q.arrival_s[0])
+    assert q.left_s[0] == pytest.approx(2.5)
+    assert q.arrival_s[1] == pytest.approx(5.0)
+    assert np.isfinite(q.finished_s[1])

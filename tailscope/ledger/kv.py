@@ -13,8 +13,14 @@ STORM_GAP_NS = 15_000_000_000
 
 
 def write_kv(trace: Trace) -> None:
-    """Make the views `kv_tails`, `thrown_out`, `storm_steps` and `storms`. After `step_costs` and `class_rows`."""
-    for sql in (_TAILS, _THROWN, _STORM_STEPS, _STORMS):
+    """Make the view `kv_tails`, and fill `storms`. After `step_costs` and `class_rows`."""
+    trace.connection.execute(_TAILS)
+    write_storms(trace)
+
+
+def write_storms(trace: Trace) -> None:
+    """Fill `storms` from the steps and requests, each step once."""
+    for sql in (_THROWN, _STORM_STEPS, _STORMS, "DROP TABLE thrown_out", "DROP TABLE storm_steps"):
         trace.connection.execute(sql)
 
 
@@ -55,7 +61,7 @@ CROSS JOIN victims v
 #: Of each step: how many preemptions the engine told of, which it does with the victim's next token, and how many there were
 #: at least: fewer run than before, by more than have finished about then. In a full cache these were thrown out.
 _THROWN = f"""
-CREATE OR REPLACE TEMP VIEW thrown_out AS
+CREATE OR REPLACE TEMP TABLE thrown_out AS
 WITH ended AS (
     SELECT instance, coalesce(engine, -1) AS engine_key, engine IS NULL AS anywhere,
            coalesce(arrival_ns + e2e_ns, finished_ns) AS time_ns
@@ -84,7 +90,7 @@ FROM near
 #: Steps of an engine from a storm's first preemption to its last, with the storm's number, and how many were thrown out by then
 #: of whom the engine has not told.
 _STORM_STEPS = f"""
-CREATE OR REPLACE TEMP VIEW storm_steps AS
+CREATE OR REPLACE TEMP TABLE storm_steps AS
 WITH hits AS (
     SELECT k, instance, engine, end_ns, told, early FROM thrown_out WHERE told > 0 OR early > 0
 ),
@@ -92,22 +98,26 @@ begun AS (
     SELECT *, coalesce(end_ns - lag(end_ns) OVER (PARTITION BY instance, engine ORDER BY k) > {STORM_GAP_NS}, true) AS is_first FROM hits
 ),
 numbered AS (
-    SELECT *, count(*) FILTER (WHERE is_first) OVER (PARTITION BY instance, engine ORDER BY k) AS storm FROM begun
+    SELECT *, sum(is_first::INT) OVER (PARTITION BY instance, engine ORDER BY k ROWS UNBOUNDED PRECEDING) AS storm FROM begun
 ),
-spans AS (
-    SELECT instance, engine, storm, min(k) AS first_k, max(k) AS last_k FROM numbered GROUP BY instance, engine, storm
+-- The storm that began last, and its last preemption: windows, since a join of steps with spans compares each with each.
+within AS (
+    SELECT t.*, max(n.storm) OVER (PARTITION BY t.instance, t.engine ORDER BY t.k ROWS UNBOUNDED PRECEDING) AS storm
+    FROM thrown_out t LEFT JOIN (SELECT k, storm FROM numbered) n USING (k)
+),
+ending AS (
+    SELECT *, max(CASE WHEN told > 0 OR early > 0 THEN k END) OVER (PARTITION BY instance, engine, storm) AS last_k
+    FROM within WHERE storm IS NOT NULL
 )
-SELECT t.*, s.storm,
-       greatest(sum(t.early - t.told) OVER (PARTITION BY t.instance, t.engine, s.storm ORDER BY t.k ROWS UNBOUNDED PRECEDING), 0) AS untold
-FROM thrown_out t ASOF JOIN spans s ON s.instance = t.instance AND coalesce(s.engine, -1) = coalesce(t.engine, -1)
- AND s.first_k <= t.k
-WHERE t.k <= s.last_k
+SELECT * EXCLUDE (last_k),
+       greatest(sum(early - told) OVER (PARTITION BY instance, engine, storm ORDER BY k ROWS UNBOUNDED PRECEDING), 0) AS untold
+FROM ending WHERE k <= last_k
 """
 #: Storms: spans of time in which running requests were thrown out, with what was done meanwhile. Tokens computed again are what
 #: the ledger takes for that; `finished` is how many requests ended; `untold` at most, and for so many request-
 #: seconds, were thrown out before the engine told of it.
 _STORMS = """
-CREATE OR REPLACE TEMP VIEW storms AS
+CREATE OR REPLACE TEMP TABLE storms AS
 WITH usual AS (
     SELECT instance, engine, median(running) FILTER (WHERE kv_usage >= 0.9) AS running_when_full FROM storm_steps GROUP BY ALL
 ),

@@ -110,6 +110,11 @@ class _Play:
         self._queue: deque[_Row] = deque()
         self._slow_networks = [f for f in scenario.faults if f.kind == "network"]
         self._slow_frontends = [f for f in scenario.faults if f.kind == "frontend"]
+        #: (from, until) in which the gateway holds what comes.
+        self._holds = [
+            (at, at + length)
+            for at, length in pauses(scenario, [f for f in scenario.faults if f.kind == "gateway-hold"])
+        ]
         self._counts = [0] * len(scenario.loads)
         self._by_request: list[_Row] = []
 
@@ -228,6 +233,16 @@ class _Play:
         row.sent = now
         if not isnan(row.timeout):
             self.at(now + row.timeout, lambda t: self._leave(row, t, TIMEOUT))
+        until = next((end for start, end in self._holds if start <= now < end), None)
+        if until is not None:
+            self.at(until, lambda t: self._through(row, t))
+            return
+        self._through(row, now)
+
+    def _through(self, row: _Row, now: float) -> None:
+        """To the gateway's queue, or on. A client that has left meanwhile sends nothing."""
+        if row.status != UNFINISHED or not isnan(row.left):
+            return
         gateway = self.scenario.gateway
         if gateway.max_in_flight is not None and self._in_flight >= gateway.max_in_flight:
             if gateway.max_queue is not None and len(self._queue) >= gateway.max_queue:
@@ -251,8 +266,10 @@ class _Play:
                 lane = self.engines[place].lane
                 lane.aborts.append((self.engines[place], request))
                 lane.wake(now)
-        if row.in_gateway:
-            self._queue.remove(row)
+        if row.in_gateway or isnan(row.arrival):
+            # Else the gateway holds it for other reasons than its queue's.
+            if row.in_gateway:
+                self._queue.remove(row)
             row.in_gateway = False
             row.status = status
             self._user_done(row, now)

@@ -199,7 +199,8 @@ class Fault:
 
     left-out: the scheduler gives no tokens to a share `often` of its running requests, the same ones while it lasts; they
     keep their KV cache. cache-loss: no prompt finds its beginning in the prefix cache, as after a change of its salt or
-    of what prompts begin with. Both last from `from_s` on, or with `every_s` for `length_s` every so often.
+    of what prompts begin with. Both last from `from_s` on, or with `every_s` for `length_s` every so often. gateway-hold: the
+    gateway lets nothing through for `length_s`, every `every_s` (once when None), and then all that it held.
     """
 
     kind: Literal[
@@ -213,6 +214,7 @@ class Fault:
         "left-out",
         "cache-loss",
         "network",
+        "gateway-hold",
     ]
     name: str = ""
     from_s: float = 0.0

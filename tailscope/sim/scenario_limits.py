@@ -129,7 +129,7 @@ READ_BY: dict[type, tuple[str, dict[str, tuple[str, ...]]]] = {
             "often": ("slow-rank", "slow-link", "host-slow", "left-out", "network"),
             **dict.fromkeys(("side", "peer"), ("slow-link",)),
             **dict.fromkeys(("all_ranks", "per_request_s"), ("host-slow",)),
-            "every_s": ("pause", "host-slow", "left-out", "cache-loss"),
+            "every_s": ("pause", "host-slow", "left-out", "cache-loss", "gateway-hold"),
             "reason": ("pause", "first-shape"),
             "length_s": (
                 "pause",
@@ -139,6 +139,7 @@ READ_BY: dict[type, tuple[str, dict[str, tuple[str, ...]]]] = {
                 "left-out",
                 "cache-loss",
                 "network",
+                "gateway-hold",
             ),
             "factor": ("slow-rank", "slow-link", "slow-replica"),
         },

@@ -14,6 +14,7 @@ from families import (
     engine,
     short_of_cache,
     stopped,
+    telemetry,
     uniform,
     with_room,
     world,
@@ -100,6 +101,18 @@ def stop(rng: Rng, strength: float) -> Scenario:
     return world(rng, chat(rng), faults=faults, causes=stopped(*faults))
 
 
+def held_at_gateway(rng: Rng, strength: float) -> Scenario:
+    """A gateway that lets nothing through for some seconds, and then all that has come."""
+    times = sorted(float(t) for t in rng.uniform(15, 135, int(rng.integers(2, 5))))
+    faults = tuple(
+        Fault("gateway-hold", f"hold {i}", from_s=t, length_s=strength * float(rng.uniform(0.7, 1.4)))
+        for i, t in enumerate(times)
+    )
+    names = {"faults": [fault.name for fault in faults]}
+    held = tuple(Cause(rule, None, (), names) for rule in ("coincident-release", "upstream-wait"))
+    return world(rng, chat(rng), faults=faults, telemetry=telemetry(rng, client=True), causes=held)
+
+
 # -- decoys ------------------------------------------------------------------------------------
 
 
@@ -157,6 +170,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("kv-pressure", "fault", pressed, "requests that queue for the cache", (1, 3, 6)),
     Family("head too large", "fault", head_too_large, "prompts that wait for a third of the cache", (1, 2)),
     Family("stop", "fault", stop, "one to three stops, some of them logged", (0.5, 1.5, 4)),
+    Family("held at gateway", "fault", held_at_gateway, "a gateway that holds what comes", (2, 5)),
     Family("full but enough", "decoy", full_but_enough, "a cache that is nearly full and large enough"),
     Family("full of prefixes", "decoy", full_of_prefixes, "a cache full of prefixes that can go"),
     Family("short stops", "fault", short_stops, "stops that nobody can tell"),
