@@ -88,7 +88,7 @@ def short_burst(rng: Rng, _: float) -> Scenario:
 
 def full_house(rng: Rng, _: float) -> Scenario:
     """Clients that send again as soon as they are answered: as many as there are, whatever the engine can."""
-    _, made, load = bound_by(rng, *HARMLESS)
+    _bound, made, load = bound_by(rng, *HARMLESS)
     users = (
         int(made.max_num_seqs * rng.uniform(1.2, 2.5))
         if made.max_num_seqs <= 32
