@@ -94,6 +94,9 @@ def near_the_knee(rows: Rows, limits: Mapping[str, float]) -> Decision | None:
         return None
     if engine["all_high"] - engine["all_low"] <= limits["steady"] * engine["all_mid"]:
         return None  # a closed loop
+    bound, told = bound_by(engine, "all_")
+    if bound == "kv":
+        return None  # what that costs is preemptions, and told of as such
     parts = [(row, _part(row, max(row["queue_s"], 0.0), limits)) for row in rows]
     hurt = [(row, part) for row, part in parts if part >= limits["share"]]
     if not hurt:
@@ -116,7 +119,6 @@ def near_the_knee(rows: Rows, limits: Mapping[str, float]) -> Decision | None:
                 {"arriving": engine["arriving"], "capacity": able},
             )
         )
-    bound, told = bound_by(engine, "all_")
     finding = Finding(
         rule=RULE.name,
         status="found",

@@ -5,7 +5,7 @@
 CREATE OR REPLACE TEMP TABLE stays AS
 SELECT row_number() OVER (ORDER BY instance, engine, min(first_end_ns), source, stay, any_value(request_id)) - 1 AS sid,
        instance, engine, source, stay, unnamed_by, any_value(request_id) AS request_id,
-       min(first_end_ns) AS first_ns, max(last_end_ns) AS last_ns
+       min(first_end_ns) AS first_ns, max(last_end_ns) AS last_ns, arg_min(number(computed_before), first_end_ns) AS found_tokens
 FROM (
     -- Of a source that does not number its requests each id is one.
     SELECT * REPLACE (coalesce(instance, '') AS instance, instant(first_end_ns) AS first_end_ns, instant(last_end_ns) AS last_end_ns),
@@ -15,7 +15,8 @@ FROM (
 GROUP BY instance, engine, source, stay, unnamed_by;
 
 -- Requests and stays that share an id and overlap in time: those closest to each other at their ends, both ways; where
--- as many of an id are on both sides, in the order of their ends, as answers to one call may all end in one step.
+-- as many of an id are on both sides, in the order of their ends, as answers to one call may all end in one step; then of
+-- what they found in the prefix cache.
 CREATE OR REPLACE TEMP TABLE stay_pairs AS
 WITH crowded AS (
     SELECT instance, request_id FROM stays GROUP BY ALL HAVING count(*) > 64
@@ -24,12 +25,12 @@ WITH crowded AS (
 ),
 lefts AS (
     SELECT sid, instance, engine, request_id, first_ns, last_ns,
-           row_number() OVER (same ORDER BY last_ns, sid) AS nth, count(*) OVER same AS many
+           row_number() OVER (same ORDER BY last_ns, found_tokens, sid) AS nth, count(*) OVER same AS many
     FROM stays WHERE request_id IS NOT NULL WINDOW same AS (PARTITION BY instance, request_id)
 ),
 rights AS (
     SELECT rid, instance, engine, request_id, arrival_ns, arrival_ns + e2e_ns AS end_ns,
-           row_number() OVER (same ORDER BY arrival_ns + e2e_ns, rid) AS nth, count(*) OVER same AS many
+           row_number() OVER (same ORDER BY arrival_ns + e2e_ns, cached_tokens, rid) AS nth, count(*) OVER same AS many
     FROM joined WHERE engine_saw AND request_id IS NOT NULL WINDOW same AS (PARTITION BY instance, request_id)
 ),
 candidates AS (
