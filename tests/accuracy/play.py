@@ -14,7 +14,7 @@ import numpy as np
 from catalogue import FAMILIES
 from numpy.typing import NDArray
 
-from tailscope.config import Config
+from tailscope.config import Attributes, Config
 from tailscope.engine import diagnose
 from tailscope.ingest import ingest
 from tailscope.model import Diagnosis
@@ -45,6 +45,8 @@ GROUPS = {
     "front end": ("frontend", "queue"),
 }
 GROUP_OF = {component: group for group, components in GROUPS.items() for component in components}
+#: What the simulated spans call tenants and priorities.
+NAMED = Attributes(tenant="sim.tenant", priority="sim.priority")
 #: An excess below this share of the median is no tail whose parts anybody would ask for.
 NOTABLE = 0.25
 
@@ -122,7 +124,7 @@ def _trace(outcome: Outcome, folder: Path, via: str) -> Path:
     raw.mkdir()
     write_files(outcome, raw)
     write_profiles(outcome, raw)
-    ingest([raw], place, config=Config(), options=Options())
+    ingest([raw], place, config=Config(attributes=NAMED), options=Options())
     return place
 
 
