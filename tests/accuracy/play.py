@@ -124,7 +124,7 @@ def _trace(outcome: Outcome, folder: Path, via: str) -> Path:
     raw.mkdir()
     write_files(outcome, raw)
     write_profiles(outcome, raw)
-    ingest([raw], place, config=Config(attributes=NAMED), options=Options())
+    ingest([raw], place, config=Config(), options=Options(NAMED))
     return place
 
 
