@@ -253,7 +253,7 @@ def never_cached(rng: Rng, _: float) -> Scenario:
 
 FAMILIES: tuple[Family, ...] = (
     Family(
-        "slots held", "fault", slots_held, "long answers hold the slots that others queue for", (0.3, 1, 3)
+        "slots held", "fault", slots_held, "long answers hold the slots that others queue for", (0.6, 1, 3)
     ),
     Family("slots for all alike", "decoy", all_alike, "too few slots for answers that are all alike"),
     Family(

@@ -127,7 +127,7 @@ def _trace(outcome: Outcome, folder: Path, via: str) -> Path:
     raw.mkdir()
     write_files(outcome, raw)
     write_profiles(outcome, raw)
-    ingest([raw], place, config=CONFIG, options=Options(CONFIG.attributes))
+    ingest([raw], place, config=CONFIG, options=Options(attributes=CONFIG.attributes))
     return place
 
 
