@@ -273,7 +273,9 @@ def squeeze_and_straggler(rng: Rng, strength: float) -> Scenario:
     fault = Fault("slow-rank", "slow", rank=1, factor=1 + strength)
     storm = Cause("preemption-storm", None, ("<512",), ROOMY)
     late = Cause("straggler-rank", "rank:1", (), {"faults": ["slow"]})
-    return replace(one, faults=(fault,), causes=(storm, late))
+    # Twice as slow, the engine can do less than it is asked for with so small a cache.
+    queue = Cause("queue-saturation", None, ("<512",), ROOMY)
+    return replace(one, faults=(fault,), causes=(storm, late, queue))
 
 
 def with_short_prompts(one: Scenario) -> Scenario:
