@@ -118,4 +118,6 @@ def test_a_suspect_is_innocent_with_the_same_load() -> None:
         for innocent in family.suspects.values():
             assert one is not None
             before, after = simulate(one).requests, simulate(innocent(one)).requests
-            assert len(before) == len(after) and (before.planned == after.planned).all()
+            # It is by the first load that a suspect's cost is told.
+            mine, same = before.planned[before.load == 0], after.planned[after.load == 0]
+            assert len(mine) == len(same) and (mine == same).all()

@@ -90,7 +90,7 @@ def test_ingest_of_no_telemetry_is_an_error(tmp_path: Path) -> None:
         (["diagnose", "TRACE", "--instance", "nobody"], "not in the trace"),
         (["diagnose", "TRACE", "--config", "no-such.toml"], "cannot read the configuration"),
         (["diagnose", "TRACE", "--memory-limit", "lots"], "--memory-limit"),
-        (["rules", "no-such-rule"], "rules are dp-coupling"),
+        (["rules", "no-such-rule"], "rules are coincident-release, dp-coupling"),
         (["query", "TRACE", "DROP TABLE requests"], "SELECT"),
         (["query", "TRACE", "SELECT nothing FROM requests"], "nothing"),
     ],

@@ -57,7 +57,10 @@ def test_engines_with_other_sizes_are_found(
 ) -> None:
     """Not each batch is, but none that nothing was compiled for."""
     compiled, diagnosis = played(size, tmp_path, monkeypatch)
-    [found] = [f for f in diagnosis.findings if f.status == "found"]
+    # Who came meanwhile is let go together.
+    [found] = [
+        f for f in diagnosis.findings if f.status == "found" and f.rule not in ("coincident-release", "pause")
+    ]
     [check] = [c for c in diagnosis.checks if c.rule == "first-shape"]
     assert (found.rule, found.culprit.id) == ("first-shape", "0")
     assert compiled / 4 < int(check.reason.split()[0]) <= compiled

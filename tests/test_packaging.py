@@ -136,7 +136,11 @@ def test_dependencies_are_what_is_imported() -> None:
 
 def test_every_folder_of_code_is_a_package() -> None:
     """The list in pyproject.toml is explicit: setuptools would drop a folder it does not name without a word."""
-    folders = {path.parent for path in source_files(*INSTALLED) if path.suffix == ".py"}
+    # What examples hold is for others to run.
+    code = [
+        path for path in source_files(*INSTALLED) if path.suffix == ".py" and path.parts[:1] != ("examples",)
+    ]
+    folders = {path.parent for path in code} | {Path("examples")}
     names = {
         "/".join((INSTALLED[folder.parts[0]], *folder.parts[1:])).replace("/", ".") for folder in folders
     }

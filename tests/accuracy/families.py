@@ -232,6 +232,10 @@ def paused(rng: Rng, strength: float) -> Scenario:
     return world(rng, chat(rng), faults=(fault,), causes=(beat, replace(beat, rule="coincident-release")))
 
 
+#: Engines of a dense model would share nothing.
+TOGETHER = Cause("dp-coupling", None, (), {"engine": {"moe": False}})
+
+
 def in_step(rng: Rng, strength: float) -> Scenario:
     """Data-parallel engines of a mixture of experts, one of which now and then has a long prompt."""
     made = engine(rng, data_parallel=int(rng.choice([2, 4])), moe=True)
@@ -240,8 +244,8 @@ def in_step(rng: Rng, strength: float) -> Scenario:
         rate=0.04 * strength,
         prompt_tokens=Sizes(uniform(rng, 6_000, 16_000), 0.3, 4_000, 31_000),
     )
-    alone = Cause("dp-coupling", None, (), {"engine": {"moe": False}})
-    return world(rng, chat(rng, uniform(rng, 8, 16)), documents, engine=made, causes=(alone, COUPLED, MIXED))
+    causes = (TOGETHER, COUPLED, MIXED)
+    return world(rng, chat(rng, uniform(rng, 8, 16)), documents, engine=made, causes=causes)
 
 
 # -- pairs -------------------------------------------------------------------------------------
@@ -256,11 +260,16 @@ def coupling_and_squeeze(rng: Rng, strength: float) -> Scenario:
     return replace(short_of_cache(one, 0.02 * strength), causes=(COUPLED, MIXED, storm))
 
 
+def in_lockstep(one: Scenario, cause: Cause) -> tuple[Cause, ...]:
+    """Engines of a mixture of experts wait for whichever of them has prefill, for the same `cause`."""
+    together = one.engine.moe and one.engine.data_parallel > 1
+    return (replace(cause, rule="dp-coupling", culprit=None),) if together else ()
+
+
 def coupling_and_straggler(rng: Rng, strength: float) -> Scenario:
     one = straggling(rng, strength)
-    return replace(
-        one, loads=(*one.loads, long_prompts(rng, 2 * strength)), causes=(COUPLED, MIXED, *one.causes)
-    )
+    causes = (COUPLED, MIXED, *in_lockstep(one, COUPLED), *one.causes)
+    return replace(one, loads=(*one.loads, long_prompts(rng, 2 * strength)), causes=causes)
 
 
 def squeeze_and_straggler(rng: Rng, strength: float) -> Scenario:
@@ -275,7 +284,7 @@ def squeeze_and_straggler(rng: Rng, strength: float) -> Scenario:
     late = Cause("straggler-rank", "rank:1", (), {"faults": ["slow"]})
     # Twice as slow, the engine can do less than it is asked for with so small a cache.
     queue = Cause("queue-saturation", None, ("<512",), ROOMY)
-    return replace(one, faults=(fault,), causes=(storm, late, queue))
+    return replace(one, faults=(fault,), causes=(storm, late, queue, *in_lockstep(one, storm)))
 
 
 def with_short_prompts(one: Scenario) -> Scenario:

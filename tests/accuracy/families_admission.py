@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from families import COUPLED, Family, Rng, chat, engine, long_prompts, uniform, world
+from families import COUPLED, MIXED, Family, Rng, chat, engine, long_prompts, uniform, world
 
 from tailscope.sim.engine import simulate
 from tailscope.sim.scenario import Cause, Fault, Load, Scenario, Sizes
@@ -53,8 +53,13 @@ def slots_held(rng: Rng, strength: float) -> Scenario:
         writers(rng, uniform(rng, 0.15, 0.4)),
         **roomy(rng),
     )
-    cause = Cause("long-output", "class:<512|reasoning", ("<512",), {"loads": ["writers"]})
-    return replace(short_of_slots(one, 0.02 * strength), causes=(cause,))
+    without: dict[str, object] = {"loads": ["writers"]}
+    causes = (
+        Cause("long-output", "class:<512|reasoning", ("<512",), without),
+        # Either holds slots that the other waits for.
+        Cause("noisy-tenant", "tenant:writers|chat", ("<512",), without),
+    )
+    return replace(short_of_slots(one, 0.02 * strength), causes=causes)
 
 
 def all_alike(rng: Rng, _: float) -> Scenario:
@@ -109,6 +114,7 @@ def not_kept(rng: Rng, strength: float) -> Scenario:
         Cause("priority-inversion", "tenant:batch", ("<512",), {"engine": {"policy": "priority"}}),
         # Some of these worlds have chats so short that the other answers are long beside them.
         Cause("long-output", "class:<512", ("<512",), {"loads": ["batch"]}),
+        Cause("noisy-tenant", "tenant:batch", ("<512",), {"loads": ["batch"]}),
     )
     return replace(short_of_slots(one, 0.03 * strength), causes=causes)
 
@@ -123,6 +129,7 @@ def held_by_lower(rng: Rng, strength: float) -> Scenario:
     causes = (
         Cause("priority-inversion", "tenant:batch", ("<512",), without),
         Cause("long-output", "class:<512|reasoning", ("<512",), without),
+        Cause("noisy-tenant", "tenant:batch", ("<512",), without),
     )
     return replace(short_of_slots(one, 0.03 * strength), causes=causes)
 
@@ -144,10 +151,12 @@ def nobody_waits(rng: Rng, _: float) -> Scenario:
 
 
 def lower_only_queues(rng: Rng, _: float) -> Scenario:
-    """All slots are taken by the better priority itself: those of the lower one are few."""
+    """All slots are taken by the better priority itself: those of the lower one are few. Without tenants: the few do wait for
+    the many."""
     better, lower = levels(rng)
-    busy = chat(rng, uniform(rng, 15, 25), tenant="users", priority=better)
-    one = world(rng, busy, replace(batch(rng, 0.2, lower, 60), arrivals="poisson"), **roomy(rng))
+    busy = chat(rng, uniform(rng, 15, 25), priority=better)
+    few = replace(batch(rng, 0.2, lower, 60), arrivals="poisson", tenant=None)
+    one = world(rng, busy, few, **roomy(rng))
     return short_of_slots(one, 0.04)
 
 
@@ -182,7 +191,7 @@ def left_out_for_a_moment(rng: Rng, _: float) -> Scenario:
 
 def turns_with_long_prompts(rng: Rng, _: float) -> Scenario:
     """Long prompts in small chunks, a slow machine, tokens far apart; everybody gets one a step."""
-    one = world(rng, chat(rng, uniform(rng, 4, 7)), long_prompts(rng, 2.0), causes=(COUPLED,))
+    one = world(rng, chat(rng, uniform(rng, 4, 7)), long_prompts(rng, 2.0), causes=(COUPLED, MIXED))
     return replace(one, engine=replace(one.engine, long_prefill_token_threshold=512))
 
 
@@ -221,6 +230,8 @@ def cache_lost(rng: Rng, strength: float) -> Scenario:
         Cause("prefix-cache-loss", None, ("<8k",), {"faults": ["cleared"]}),
         # Those beside them wait for what is computed again, as for any long prompt.
         Cause("hol-coupling", "class:<2k|<8k", ("<512",), {"loads": ["agents"]}),
+        Cause("noisy-tenant", "tenant:agents", ("<512",), {"loads": ["agents"]}),
+        Cause("size-ratio", None, ("<512",), {"loads": ["agents"]}),
     )
     loads = (agents(rng), chat(rng, uniform(rng, 2, 5), tenant="chat"))
     return world(rng, *loads, faults=(fault,), causes=causes, **roomy(rng))

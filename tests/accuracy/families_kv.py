@@ -79,9 +79,14 @@ def head_too_large(rng: Rng, strength: float) -> Scenario:
         output_tokens=Sizes(60, 0.4, 8, 200),
     )
     one = world(rng, writing(rng), large, engine=engine(rng, max_model_len=8_200))
-    # Prefill is cheap on this machine, so that a long one holds up nobody by what it computes.
+    # Prefill is cheap on this machine, so that a long one holds up few by what it computes.
     cheap = replace(one.cost, prefill_token=1e-6, attention=1e-11, prefill_request=0.0001)
-    return replace(short_of_cache(replace(one, cost=cheap), 0.02), causes=(PRESSURE, STORM))
+    alone: dict[str, object] = {"loads": ["reports"]}
+    beside = (
+        Cause("hol-coupling", "class:<8k", ("<512",), alone),
+        Cause("size-ratio", None, ("<512",), alone),
+    )
+    return replace(short_of_cache(replace(one, cost=cheap), 0.02), causes=(PRESSURE, STORM, *beside))
 
 
 def stop(rng: Rng, strength: float) -> Scenario:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from families import ROOMY, Family, Rng, chat, cost, engine, telemetry, uniform, world
+from families import ROOMY, Family, Rng, chat, cost, engine, stopped, telemetry, uniform, world
 
 from tailscope.sim.engine import simulate
 from tailscope.sim.scenario import Cause, Engine, Fault, Load, Scenario, Sizes
@@ -101,7 +101,7 @@ def after_a_pause(rng: Rng, _: float) -> Scenario:
     """An engine that stands still once, and then serves what came meanwhile."""
     one = at_load(rng, float(rng.uniform(0.4, 0.6)), *HARMLESS)
     stall = Fault("pause", "stall", from_s=60.0, length_s=float(rng.uniform(5, 15)), reason="unknown")
-    return replace(one, faults=(stall,), telemetry=telemetry(rng))
+    return replace(one, faults=(stall,), telemetry=telemetry(rng), causes=stopped(stall))
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -110,5 +110,5 @@ FAMILIES: tuple[Family, ...] = (
     Family("busy", "decoy", busy, "a healthy load of 55 to 80 % of what can be served"),
     Family("short bursts", "decoy", short_burst, "bursts that are served within seconds"),
     Family("full house", "decoy", full_house, "a closed loop, whose queue is its clients"),
-    Family("after a pause", "decoy", after_a_pause, "a backlog that a pause left"),
+    Family("after a pause", "fault", after_a_pause, "a backlog that a pause left"),
 )

@@ -59,7 +59,13 @@ def by_slots(rng: Rng, strength: float) -> Scenario:
         output_tokens=Sizes(uniform(rng, 900, 1_400), 0.2, 400, 1_900),
     )
     made = engine(rng, max_num_seqs=slots)
-    return world(rng, *several(rng, uniform(rng, 4, 7)), bulk, engine=made, causes=(NOISY,))
+    causes = (
+        NOISY,
+        # The same by the answers that hold the slots, and by the queue that lasts.
+        replace(NOISY, rule="long-output", culprit="class:<512|reasoning"),
+        replace(NOISY, rule="queue-saturation", culprit=None),
+    )
+    return world(rng, *several(rng, uniform(rng, 4, 7)), bulk, engine=made, causes=causes)
 
 
 def big_and_harmless(rng: Rng, _: float) -> Scenario:

@@ -5,7 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from families import LET_IN, Family, Rng, chat, cost, engine, long_prompts, telemetry, uniform, world
+from families import (
+    COUPLED,
+    LET_IN,
+    MIXED,
+    Family,
+    Rng,
+    chat,
+    cost,
+    engine,
+    long_prompts,
+    stopped,
+    telemetry,
+    uniform,
+    world,
+)  # fmt: skip
 
 from tailscope.sim.scenario import Cause, Fault, Gateway, Scenario, Sizes
 
@@ -61,7 +75,7 @@ def far_away(rng: Rng, _: float) -> Scenario:
         chat(rng),
         long_prompts(rng, 1.0),
         telemetry=told,
-        causes=(Cause("hol-coupling", "class:long", ("<512",), {"loads": ["documents"]}),),
+        causes=(COUPLED, MIXED),
     )
 
 
@@ -97,8 +111,13 @@ def slow_replica(rng: Rng, strength: float) -> Scenario:
     """One replica whose steps all take longer."""
     one = spread(rng, "least-loaded" if rng.random() < 0.5 else "round-robin")
     fault = Fault("slow-replica", "weak", replica=int(rng.integers(one.engine.replicas)), factor=1 + strength)
-    cause = Cause("replica-imbalance", f"instance:vllm-{fault.replica}", (), {"faults": ["weak"]})
-    return replace(one, faults=(fault,), causes=(cause,))
+    alone: dict[str, object] = {"faults": ["weak"]}
+    causes = (
+        Cause("replica-imbalance", f"instance:vllm-{fault.replica}", (), alone),
+        # With its share of the requests it may be asked for more than it can.
+        Cause("queue-saturation", f"engine:vllm-{fault.replica}/0", (), alone),
+    )
+    return replace(one, faults=(fault,), causes=causes)
 
 
 def by_chance(rng: Rng, _: float) -> Scenario:
@@ -113,7 +132,7 @@ def one_paused(rng: Rng, _: float) -> Scenario:
     """One of several replicas stands still once: it is no slower than the others, before or after."""
     one = spread(rng)
     stop = Fault("pause", "stop", from_s=float(rng.uniform(20, 120)), length_s=float(rng.uniform(1, 4)))
-    return replace(one, faults=(stop,))
+    return replace(one, faults=(stop,), causes=stopped(stop))
 
 
 # -- front end ---------------------------------------------------------------------------------
@@ -168,7 +187,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("skewed routing", "fault", skewed, "a router that prefers one replica", (0.5, 1, 2)),
     Family("slow replica", "fault", slow_replica, "one replica slower at equal work", (0.1, 0.25, 0.6, 1.2)),
     Family("uneven by chance", "decoy", by_chance, "replicas alike, sizes of requests very different"),
-    Family("one paused", "decoy", one_paused, "one replica stands still once"),
+    Family("one paused", "fault", one_paused, "one replica stands still once"),
     Family("slow front end", "fault", slow_front_end, "an API server slow for a while", (0.3, 1, 3)),
     Family("crowded front end", "fault", crowded_front_end, "an API server too busy for bursts", (0.6, 1)),
     Family("aborts unseen", "decoy", aborted_unseen, "requests in the engine that no span tells of"),
