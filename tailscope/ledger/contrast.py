@@ -349,13 +349,15 @@ def _token_gaps(trace: Trace, ledger: Ledger, slos: tuple[Slo, ...], klass: str 
     rows: list[ClassRow] = []
     asked: list[pa.Table] = []
     for entry in trace.rows(
-        "SELECT klass, count(*) AS n, any_value(observer) AS observer FROM gaps GROUP BY klass ORDER BY klass"
+        "SELECT s.klass, s.klass_number, n, s.observer FROM (SELECT klass_number, count(*) AS n FROM gap_times GROUP BY ALL) "
+        "JOIN (SELECT klass_number, klass, any_value(observer) AS observer FROM gap_streams GROUP BY ALL) s USING (klass_number) "
+        "ORDER BY s.klass"
     ):
-        name, n = entry["klass"], entry["n"]
+        name, n, number = entry["klass"], entry["n"], entry["klass_number"]
         stride = -(-n // MAX_VALUES)
         sample = con.execute(
-            "SELECT (end_ns - start_ns) / 1e9 AS value, end_ns FROM gaps WHERE klass = $klass AND hash(id) % $stride = 0 ORDER BY id",
-            {"klass": name, "stride": stride},
+            "SELECT (end_ns - start_ns) / 1e9 AS value, end_ns FROM gap_times WHERE klass_number = $klass AND hash(id) % $stride = 0 ORDER BY id",
+            {"klass": number, "stride": stride},
         ).fetchnumpy()
         values = np.asarray(sample["value"], np.float64)
         ends = np.asarray(sample["end_ns"], np.int64)
@@ -370,10 +372,10 @@ def _token_gaps(trace: Trace, ledger: Ledger, slos: tuple[Slo, ...], klass: str 
             """
             SELECT id, (end_ns - start_ns) / 1e9 AS value, value >= $threshold AND hash(id) % $thin = 0 AS tail,
                    value BETWEEN $low AND $high AND hash(id) % greatest(1, $n // $most) = 0 AS typical
-            FROM gaps WHERE klass = $klass AND (tail OR typical) ORDER BY id
+            FROM gap_times WHERE klass_number = $klass AND (tail OR typical) ORDER BY id
             """,
             {
-                "klass": name,
+                "klass": number,
                 "threshold": threshold,
                 "low": low,
                 "high": high,
@@ -389,11 +391,12 @@ def _token_gaps(trace: Trace, ledger: Ledger, slos: tuple[Slo, ...], klass: str 
         weights = is_tail / max(is_tail.sum(), 1) - is_typical / max(is_typical.sum(), 1)
         _add_members(trace, name, "ITL", ids, np.zeros(len(ids)), weights, is_tail)
         rows.append(replace(row, tail_n=int(is_tail.sum()), excess_s=float(weights @ member_values)))
-        con.register("asked_ids", pa.table({"id": pa.array(ids)}))
-        asked.append(con.sql("SELECT g.* FROM gaps g SEMI JOIN asked_ids USING (id)").to_arrow_table())
-        con.unregister("asked_ids")
+        asked.append(pa.table({"id": pa.array(ids)}))
     if asked:
-        write_gap_bills(trace, ledger, pa.concat_tables(asked))
+        con.register("asked_ids", pa.concat_tables(asked))
+        gaps = con.sql("SELECT g.* FROM gaps g SEMI JOIN asked_ids USING (id)").to_arrow_table()
+        con.unregister("asked_ids")
+        write_gap_bills(trace, ledger, gaps)
     return rows
 
 
@@ -403,7 +406,7 @@ _NUMBER_BITS = 24
 _GAPS = (
     """
 CREATE OR REPLACE TEMP TABLE gap_streams AS
-SELECT coalesce(client_key, request_key) AS key, klass, instance, engine, rid, coalesce(preemptions, 0) > 0 AS preempted,
+SELECT coalesce(client_key, request_key) AS key, klass, dense_rank() OVER (ORDER BY klass) AS klass_number, instance, engine, rid, coalesce(preemptions, 0) > 0 AS preempted,
        coalesce(client_arrival_ns + client_ttft_ns - (arrival_ns + ttft_ns), 0) AS delay_ns,
        CASE WHEN client_key IS NULL THEN 'engine' ELSE 'client' END AS observer
 FROM joined WHERE billed AND ($klass IS NULL OR klass = $klass)
@@ -411,12 +414,12 @@ FROM joined WHERE billed AND ($klass IS NULL OR klass = $klass)
     f"""
 CREATE OR REPLACE TEMP TABLE gap_times AS
 WITH chunks AS (
-    SELECT s.rid, instant(t.time_ns) - s.delay_ns AS end_ns,
+    SELECT s.rid, s.klass_number, instant(t.time_ns) - s.delay_ns AS end_ns,
            lag(end_ns) OVER w AS start_ns, row_number() OVER w AS number
     FROM tokens t JOIN gap_streams s ON s.key = t.request_key
     WINDOW w AS (PARTITION BY s.rid ORDER BY t.seq)
 )
-SELECT (rid << {_NUMBER_BITS}) + number AS id, start_ns, end_ns FROM chunks WHERE start_ns IS NOT NULL AND end_ns >= start_ns
+SELECT (rid << {_NUMBER_BITS}) + number AS id, klass_number::USMALLINT AS klass_number, start_ns, end_ns FROM chunks WHERE start_ns IS NOT NULL AND end_ns >= start_ns
 """,
     f"""
 CREATE OR REPLACE TEMP VIEW gaps AS
