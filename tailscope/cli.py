@@ -163,7 +163,7 @@ def diagnose(
     fail_on: Annotated[
         FailOn | None, typer.Option(help="Exit with 3 when a finding is at least this severe.")
     ] = None,
-    memory_limit: MemoryOption = "2GB",
+    memory_limit: MemoryOption = "3GB",
     from_: FromOption = None,
     to: ToOption = None,
     last: LastOption = None,
@@ -185,7 +185,7 @@ def whatif(
     trace: TracePath,
     config: ConfigOption = None,
     format: Annotated[Format, typer.Option(help="text for people, json for programs.")] = Format.text,
-    memory_limit: MemoryOption = "2GB",
+    memory_limit: MemoryOption = "3GB",
     from_: FromOption = None,
     to: ToOption = None,
     last: LastOption = None,
@@ -229,7 +229,7 @@ def compare(
             metavar="PERCENT",
         ),
     ] = None,
-    memory_limit: MemoryOption = "2GB",
+    memory_limit: MemoryOption = "3GB",
     instance: InstanceOption = None,
     klass: ClassOption = None,
 ) -> None:

@@ -38,7 +38,9 @@ FULL_NULLS, SHORT_NULLS = 2_000, 40
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-def jobs(counts: Mapping[str, Sequence[int]], null_worlds: int, odd: bool, short: bool) -> Iterator[Job]:
+def jobs(
+    counts: Mapping[str, Sequence[int]], null_worlds: int, odd: bool, short: bool, tests: Sequence[str]
+) -> Iterator[Job]:
     first = 1 if odd else 0
     for family in FAMILIES:
         vias = [via for via, count in zip(VIAS, counts[family.kind], strict=True) for _ in range(count)]
@@ -46,7 +48,7 @@ def jobs(counts: Mapping[str, Sequence[int]], null_worlds: int, odd: bool, short
             for number, via in enumerate(vias):
                 yield play, (family.name, strength, first + 2 * number, via)
     for test in nulls.TESTS:
-        for number in range(null_worlds):
+        for number in range(null_worlds if test.__name__ in tests else 0):
             yield test, (first + 2 * number,)
 
 
@@ -74,12 +76,12 @@ def run_all(todo: list[Job], processes: int) -> dict[str, list[Any]]:
 def scored(
     results: dict[str, list[Any]], seconds: float, short: bool, null_rows: list[Any] | None
 ) -> dict[str, Any]:
-    """The result to store. `null_rows`: those to keep instead of what null worlds were played."""
+    """The result to store. `null_rows`: those to keep of null worlds that were not played."""
     failed = list(results.get("failed", []))
     try:
-        null_rows = null_rows or nulls.summarise(
-            [r for test in nulls.TESTS for r in results.get(test.__name__, [])]
-        )
+        played = nulls.summarise([r for test in nulls.TESTS for r in results.get(test.__name__, [])])
+        names = {row["name"] for row in played}
+        null_rows = played + [row for row in null_rows or [] if row["name"] not in names]
     except ValueError as error:
         null_rows = []
         failed.append({"job": "nulls.summarise", "error": str(error)})
@@ -112,9 +114,10 @@ def main() -> int:
     parser.add_argument("--short", action="store_true", help="a few worlds of each kind, nothing stored")
     parser.add_argument("--odd", action="store_true", help="the seeds for tuning")
     parser.add_argument(
-        "--keep-nulls",
-        action="store_true",
-        help="keep what is stored of the null worlds: they test the statistics alone, whatever the rules say",
+        "--nulls",
+        metavar="TEST,…",
+        help="play these tests' null worlds only, and keep what is stored of the others: they test the statistics alone, "
+        "whatever the rules say",
     )
     parser.add_argument(
         "--share", type=float, default=1.0, help="play so many times the worlds, at least one of each kind"
@@ -127,12 +130,14 @@ def main() -> int:
     if not arguments.short:
         counts = {kind: [max(1, round(arguments.share * n)) for n in each] for kind, each in FULL.items()}
         null_worlds = FULL_NULLS
-    kept = json.loads(STORED.read_text(encoding="utf-8"))["nulls"] if arguments.keep_nulls else None
-    null_worlds = 0 if kept else null_worlds
+    tests = [test.__name__ for test in nulls.TESTS]
+    kept = None
+    if arguments.nulls is not None:
+        kept, tests = json.loads(STORED.read_text(encoding="utf-8"))["nulls"], arguments.nulls.split(",")
     began = time.monotonic()
     # What runs at every change must not be what the page reports.
     odd = arguments.odd or arguments.short
-    results = run_all(list(jobs(counts, null_worlds, odd, arguments.short)), arguments.processes)
+    results = run_all(list(jobs(counts, null_worlds, odd, arguments.short, tests)), arguments.processes)
     result = scored(results, time.monotonic() - began, arguments.short, kept)
     text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
     if arguments.output is not None:
