@@ -144,6 +144,13 @@ def rounded(number: float) -> str:
     return f"{float(f'{number:.3g}'):,.0f}"
 
 
+def engines_name(row: Row) -> str:
+    """How engines that step together are called: by the one of most steps, and how many are with it."""
+    others = len(row["engines"]) - 1
+    name = f"Engine {engine_name(row)}"
+    return name if not others else f"{name} and the {counted(others, 'engine')} in step with it"
+
+
 def engine_name(row: Row) -> str:
     """How an engine is called: by its number, and by its instance where there are several."""
     number = "" if row["engine"] is None else str(row["engine"])

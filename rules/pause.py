@@ -170,9 +170,7 @@ def finding(
         counter.append(
             Evidence("that something stood beside a step does not prove that it made the step long")
         )
-    name = _tails.engine_name(lane)
-    engines = len(lane["engines"])
-    subject = f"Engine {name}" if engines == 1 else f"Engine {name} and {engines - 1} in step with it"
+    name, subject = _tails.engine_name(lane), _tails.engines_name(lane)
     times = (
         f"for {longest['beyond_s']:.3g} s"
         if len(members) == 1

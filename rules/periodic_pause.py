@@ -120,7 +120,7 @@ def finding(
     ]
     name = _tails.engine_name(lane)
     engines = len(lane["engines"])
-    who = f"Engine {name}" if engines == 1 else f"Engine {name} and {engines - 1} in step with it"
+    who = _tails.engines_name(lane)
     stands = "stands" if engines == 1 else "stand"
     return Finding(
         rule=RULE.name,

@@ -43,6 +43,8 @@ from tailscope.store import Trace
 FAILED_SHARE = 0.5
 #: How far from a long step an event may lie and still be named beside it.
 EVENT_NEAR_NS = 5_000_000_000
+#: Rules that a verdict names as undecided; the checks have all.
+MOST_NAMED = 3
 #: An excess below this share of the median is no tail to speak of.
 NOTICEABLE = 0.01
 
@@ -230,7 +232,7 @@ def _verdict(
         largest, in_the_dark = _largest_component(with_tail) if with_tail else ("", False)
         if in_the_dark:
             # What no rule claims is most of the tail, and must not hide behind a finding.
-            return Verdict(f"{text}.{largest}{_longest_steps(trace, ledger)}", "found", explained)
+            return Verdict(f"{text}.{largest}{_longest_steps(trace, ledger, found)}", "found", explained)
         return Verdict(text + ".", "found", explained)
     if with_tail:
         if any(f.status == "inconclusive" for f in findings):
@@ -243,7 +245,9 @@ def _verdict(
             return Verdict(text, "inconclusive", None)
         if len(undecided) == len(checks):
             return Verdict(f"No rule could decide on {size:,} requests.{largest}", "inconclusive", None)
-        but = f", but {' and '.join(undecided)} could not decide" if undecided else ""
+        named = ", ".join(undecided[:MOST_NAMED])
+        more = f" and {len(undecided) - MOST_NAMED} more" if len(undecided) > MOST_NAMED else ""
+        but = f", but {named}{more} could not decide" if undecided else ""
         return Verdict(f"No rule found a cause in {size:,} requests{but}.{largest}", "nothing", None)
     histograms = [row for row in classes if row.basis == "histogram" and row.range99_s]
     if histograms:
@@ -293,9 +297,15 @@ def _largest_component(rows: Sequence[ClassRow]) -> tuple[str, bool]:
     return text, component in ("unexplained", "pause")
 
 
-def _longest_steps(trace: Trace, ledger: Ledger) -> str:
-    """When the steps were that the cost model explains least, and what the events say of that time."""
+def _longest_steps(trace: Trace, ledger: Ledger, found: Sequence[Finding] = ()) -> str:
+    """When the step was that the cost model explains least, and what the events say of that time; nothing where a finding is
+    of that time."""
     longest = sorted((s for e in ledger.engines for s in e["longest"]), key=lambda s: -s["seconds"])[:1]
+    longest = [
+        step
+        for step in longest
+        if not any(f.window_ns and f.window_ns[0] <= step["time_ns"] <= f.window_ns[1] for f in found)
+    ]
     if not longest:
         return ""
     step = longest[0]
