@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -108,11 +108,20 @@ def _usable(result: Any, where: str, source: Source) -> dict[str, list[Any]] | N
     if not isinstance(result, dict):
         source.tally.reject("not a complete JSON object", where)
         return None
-    # An empty array beside full ones says as little as a missing one.
-    arrays = {name: result[name] for name in ARRAYS if isinstance(result.get(name), list) and result[name]}
+    arrays = filled(result, ARRAYS)
     if "start_times" not in arrays:
         source.tally.skip(NO_START if any(name in arrays for name in DETAILS) else NO_ARRAYS)
         return None
+    return of_one_length(arrays, where, source)
+
+
+def filled(result: dict[str, Any], names: Sequence[str]) -> dict[str, list[Any]]:
+    """The arrays of a run by name. An empty one beside full ones says as little as a missing one."""
+    return {name: result[name] for name in names if isinstance(result.get(name), list) and result[name]}
+
+
+def of_one_length(arrays: dict[str, list[Any]], where: str, source: Source) -> dict[str, list[Any]]:
+    """The arrays, cut to the length they have in common."""
     lengths = [len(array) for array in arrays.values()]
     common = min(lengths)
     if max(lengths) > common:

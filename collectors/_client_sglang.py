@@ -16,7 +16,7 @@ from tailscope.model import request_key
 from tailscope.schema import Table
 from tailscope.source import Source
 
-from ._client_bench import NO_ARRAYS, has_schedule, request_row
+from ._client_bench import NO_ARRAYS, filled, has_schedule, of_one_length, request_row
 from ._client_rows import Rows, Values, loads
 from ._client_times import BETWEEN_RUNS_NS, SECOND, as_long_as, end_by_file_time, number, of_closed_loop
 
@@ -90,17 +90,11 @@ def read(source: Source, rows: Rows) -> Iterator[tuple[Table, pa.Table]]:
 
 def _arrays(result: dict[str, Any], where: str, source: Source) -> dict[str, list[Any]] | None:
     """The arrays of a run, cut to the length they have in common."""
-    arrays = {name: result[name] for name in ARRAYS if isinstance(result.get(name), list) and result[name]}
+    arrays = filled(result, ARRAYS)
     if "ttfts" not in arrays:
         source.tally.skip(NO_ARRAYS.replace("--save-detailed", "--output-details"))
         return None
-    lengths = [len(array) for array in arrays.values()]
-    common = min(lengths)
-    if max(lengths) > common:
-        source.tally.reject(
-            "arrays of unequal length", f"{where}, request {common + 1}", max(lengths) - common
-        )
-    return {name: array[:common] for name, array in arrays.items()}
+    return of_one_length(arrays, where, source)
 
 
 def _since_start(result: dict[str, Any], arrays: dict[str, list[Any]]) -> tuple[list[float], float] | None:

@@ -61,6 +61,10 @@ TracePath = Annotated[
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="Configuration; ./tailscope.toml if it is there.")
 ]
+SloOption = Annotated[
+    list[str] | None,
+    typer.Option(help="Objective, e.g. '<512:ttft_p99_s=2'; may be given often.", metavar="CLASS:METRIC=S"),
+]
 MemoryOption = Annotated[
     str, typer.Option("--memory-limit", help="Memory for queries, e.g. 4GB; beyond it they spill.")
 ]
@@ -154,12 +158,7 @@ def diagnose(
     trace: TracePath,
     format: Annotated[Format, typer.Option(help="text for people, json for programs.")] = Format.text,
     config: ConfigOption = None,
-    slo: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Objective, e.g. '<512:ttft_p99_s=2'; may be given often.", metavar="CLASS:METRIC=S"
-        ),
-    ] = None,
+    slo: SloOption = None,
     fail_on: Annotated[
         FailOn | None, typer.Option(help="Exit with 3 when a finding is at least this severe.")
     ] = None,
@@ -215,12 +214,7 @@ def compare(
     ],
     format: Annotated[Format, typer.Option(help="text for people, json for programs.")] = Format.text,
     config: ConfigOption = None,
-    slo: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Objective, e.g. '<512:ttft_p99_s=2'; may be given often.", metavar="CLASS:METRIC=S"
-        ),
-    ] = None,
+    slo: SloOption = None,
     fail_on_regression: Annotated[
         str | None,
         typer.Option(

@@ -168,7 +168,9 @@ def _request_metrics(trace: Trace, klass: str, slos: tuple[Slo, ...]) -> list[Cl
         values = {"TTFT": ttft, "TPOT": per_token(ttft, e2e, output), "E2E": e2e}[row.metric][among]
         rows.append(replace(row, objectives=_objectives(slos, klass, row.metric, values, arrivals[among])))
         if members is not None:
-            _add_members(trace, klass, row.metric, rid, members.before, members.decode, members.tail)
+            add_members(
+                trace, "members", klass, row.metric, rid, members.before, members.decode, members.tail
+            )
     queued = np.ma.getmaskarray(np.ma.asarray(columns["queue_ns"]))
     if not queued.all():
         queue = np.ma.asarray(columns["queue_ns"])[~queued].astype(np.float64) / 1e9
@@ -389,7 +391,7 @@ def _token_gaps(trace: Trace, ledger: Ledger, slos: tuple[Slo, ...], klass: str 
         # Where most gaps are equal the slowest of them are typical too.
         is_typical = np.asarray(members["typical"], bool)
         weights = is_tail / max(is_tail.sum(), 1) - is_typical / max(is_typical.sum(), 1)
-        _add_members(trace, name, "ITL", ids, np.zeros(len(ids)), weights, is_tail)
+        add_members(trace, "members", name, "ITL", ids, np.zeros(len(ids)), weights, is_tail)
         rows.append(replace(row, tail_n=int(is_tail.sum()), excess_s=float(weights @ member_values)))
         asked.append(pa.table({"id": pa.array(ids)}))
     if asked:
@@ -429,8 +431,9 @@ FROM gap_times g JOIN gap_streams s ON s.rid = g.id >> {_NUMBER_BITS}
 )
 
 
-def _add_members(
+def add_members(
     trace: Trace,
+    table: str,
     klass: str,
     metric: str,
     ids: NDArray[np.int64],
@@ -438,10 +441,11 @@ def _add_members(
     decode: Floats,
     tail: NDArray[np.bool_],
 ) -> None:
+    """Write the requests or gaps of a weight other than 0 as rows of `members`, or another table of its shape."""
     chosen = (before != 0) | (decode != 0)
     count = int(chosen.sum())
     trace.insert(
-        "members",
+        table,
         pa.table(
             {
                 "klass": pa.repeat(pa.scalar(klass, pa.string()), count),

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tailscope.config import Slo
 from tailscope.ledger import contrast
-from tailscope.ledger.contrast import MIN_REQUESTS
+from tailscope.ledger.contrast import MIN_REQUESTS, add_members
 from tailscope.model import ClassRow
 from tailscope.stats import Floats, Ints
 from tailscope.store import Trace
@@ -284,7 +284,7 @@ def _contrasted(
         if metric == "E2E":
             tokens = float((share * np.maximum(seen.output - 1, 0)).sum())
             after_weight = share - typical_tpot * per_token * tokens - typical_rest * share[~decodes].sum()
-        _add_members(trace, name, metric, seen.rid, before, after_weight, tail)
+        add_members(trace, "client_members", name, metric, seen.rid, before, after_weight, tail)
         typical_gap = float(np.median(gap))
         calm = values - np.maximum(gap - typical_gap, 0.0)
         known = {
@@ -297,29 +297,3 @@ def _contrasted(
         }
         result.append((replace(row, excess_s=float(before @ seen.ttft + after_weight @ after)), known))
     return result
-
-
-def _add_members(
-    trace: Trace,
-    klass: str,
-    metric: str,
-    ids: NDArray[np.int64],
-    before: Floats,
-    decode: Floats,
-    tail: NDArray[np.bool_],
-) -> None:
-    chosen = (before != 0) | (decode != 0)
-    count = int(chosen.sum())
-    trace.insert(
-        "client_members",
-        pa.table(
-            {
-                "klass": pa.repeat(pa.scalar(klass, pa.string()), count),
-                "metric": pa.repeat(pa.scalar(metric, pa.string()), count),
-                "id": ids[chosen],
-                "before_weight": before[chosen],
-                "decode_weight": decode[chosen],
-                "tail": tail[chosen],
-            }
-        ),
-    )
