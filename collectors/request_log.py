@@ -7,7 +7,7 @@ left NULL and counted, whatever it is.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +17,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tailscope.errors import BadInput
-from tailscope.mapping import DURATIONS, INSTANTS, ISO, NUMBERS, TEXTS, UNITS_NS, Field, Mapping, unit_of
+from tailscope.mapping import INSTANTS, ISO, Field, Mapping, unit_of
 from tailscope.model import request_key
 from tailscope.schema import REQUESTS, Table
 from tailscope.source import Source
 
 from ._client_times import end_by_file_time
 from ._ids import stored_request_id
+from ._request_log_sql import cast, checked, column_of, literal, pointer, reason_of
 from ._table_files import ROW, SHOWN, Sample, batches, sample
 
 #: Rows of a batch that is yielded.
@@ -32,23 +33,6 @@ BATCH = 50_000
 MEMORY = "1GB"
 #: Texts that mean "nothing": they are NULL, and not counted as damage.
 NOTHING = ("", "null", "none", "nan", "n/a", "-")
-MAX_TOKENS = 1 << 31
-#: No instant lies beyond it, in ns: sums with durations stay inside int64.
-MAX_INSTANT = 4_000_000_000_000_000_000
-#: No request takes longer, in ns: three years.
-MAX_DURATION = 100_000_000_000_000_000
-
-#: What a status column says where the mapping does not explain it: our own words, HTTP's, and finish reasons.
-KNOWN_STATUSES = {
-    **{name: name for name in ("ok", "error", "timeout", "rejected", "aborted", "unfinished")},
-    **dict.fromkeys(("success", "successful", "succeeded", "completed", "stop", "length", "true"), "ok"),
-    **dict.fromkeys(("failed", "failure", "errored", "false"), "error"),
-    **dict.fromkeys(("abort", "cancelled", "canceled", "499"), "aborted"),
-    **dict.fromkeys(("429", "503"), "rejected"),
-    **dict.fromkeys(("408", "504"), "timeout"),
-}
-
-NAMES = {"id": "request_id", "class": "klass"}
 #: Share of the first rows that must have a time for its unit to be judged.
 LIKELY = 0.5
 _NULL = "CAST(NULL AS BIGINT)"
@@ -202,7 +186,7 @@ class _Reader:
                 "temp_directory": spill,
             }
             with closing(duckdb.connect(config=config)) as con:
-                con.execute(f"SET TimeZone = {_literal(self._zone())}")
+                con.execute(f"SET TimeZone = {literal(self._zone())}")
                 con.register("given", self._given(source))
                 reader = con.sql(sql).to_arrow_reader(BATCH)
                 for batch in reader:
@@ -242,10 +226,10 @@ class _Reader:
         fields = self._mapping.fields
         casts, parsed = [], ["row_ AS file_row", "broken"]
         for key, field in fields.items():
-            casts.append(f"{_cast(key, field, self._column, self._mapping)} AS {_as(key)}")
-            casts.append(f"{self._given_text(field)} AS has_{_as(key)}")
-            parsed += [f"{_checked(key, self._mapping.clock)} AS {_as(key)}", f"has_{_as(key)}"]
-        known = {_as(key) for key in fields}
+            casts.append(f"{cast(key, field, self._column, self._mapping)} AS {column_of(key)}")
+            casts.append(f"{self._given_text(field)} AS has_{column_of(key)}")
+            parsed += [f"{checked(key, self._mapping.clock)} AS {column_of(key)}", f"has_{column_of(key)}"]
+        known = {column_of(key) for key in fields}
 
         def have(name: str) -> str:
             return name if name in known else _NULL
@@ -282,7 +266,7 @@ class _Reader:
                 SELECT file_row, broken, arrival_, {"".join(f"{name}, " for name in plain)}
                        {", ".join(f"{sql} AS {name}" for name, sql in shown.items())},
                        coalesce({ttft} < 0, false) AS bad_order_first, coalesce({e2e} < 0, false) AS bad_order_end,
-                       {", ".join(f"has_{_as(k)} AND {_as(k)} IS NULL AS bad_{_as(k)}" for k in fields)}
+                       {", ".join(f"has_{column_of(k)} AND {column_of(k)} IS NULL AS bad_{column_of(k)}" for k in fields)}
                 FROM placed
             ),
             hashed AS (SELECT *, {content} AS content FROM followed),
@@ -305,11 +289,11 @@ class _Reader:
             return f"""trimmed AS (SELECT row_, false AS broken, {trimmed} FROM given),
             texts AS (SELECT row_, broken, {cleaned} FROM trimmed)"""
         # A name with dots is a key of its own, or keys in each other.
-        paths = list(dict.fromkeys(p for c in self._columns for p in (_pointer([c]), _pointer(c.split(".")))))
-        listed = "[" + ", ".join(map(_literal, paths)) + "]"
+        paths = list(dict.fromkeys(p for c in self._columns for p in (pointer([c]), pointer(c.split(".")))))
+        listed = "[" + ", ".join(map(literal, paths)) + "]"
 
         def value(column: str) -> str:
-            own, nested = paths.index(_pointer([column])) + 1, paths.index(_pointer(column.split("."))) + 1
+            own, nested = paths.index(pointer([column])) + 1, paths.index(pointer(column.split("."))) + 1
             return f"found[{own}]" if own == nested else f"coalesce(found[{own}], found[{nested}])"
 
         trimmed = ", ".join(f"trim({value(c)}, {SPACE}) AS {self._column(c)}" for c in self._columns)
@@ -343,7 +327,7 @@ class _Reader:
         if count := pc.sum(lost).as_py():
             tally.reject("arrival missing or not a time", where(lost), count)
         kept: Any = pc.is_valid(batch["arrival_ns"])
-        reasons = {f"bad_{_as(key)}": _reason(key) for key in self._mapping.fields}
+        reasons = {f"bad_{column_of(key)}": reason_of(key) for key in self._mapping.fields}
         reasons |= {"bad_order_first": "first token before arrival", "bad_order_end": "end before arrival"}
         for name, reason in reasons.items():
             bad: Any = pc.and_(batch[name], kept)
@@ -373,93 +357,3 @@ class _Reader:
 def _hashed(request_id: str, hash_ids: bool) -> str:
     """A client's id has no prompt index: digits at its end are its own."""
     return request_key("id", request_id) if hash_ids else request_id
-
-
-def _as(key: str) -> str:
-    """Column of `requests` that a key of the mapping fills."""
-    return f"{key}_ns" if key in INSTANTS or key in DURATIONS else NAMES.get(key, key)
-
-
-def _reason(key: str) -> str:
-    if key in INSTANTS:
-        return f"{key} not a time"
-    if key in DURATIONS:
-        return f"{key} not a duration"
-    if key in NUMBERS:
-        return f"{key} not a whole number that can be"
-    return "status without a meaning in [status]" if key == "status" else f"{key} not of 32 hex digits"
-
-
-def _cast(key: str, field: Field, column: Callable[[str], str], mapping: Mapping) -> str:
-    """The value in SQL, NULL where the text is none; `_checked` then asks whether it can be."""
-    text = column(field.column)
-    if key == "status":
-        return _status(text, mapping)
-    if key == "trace_id":
-        return f"lower({text})"
-    if key in TEXTS:
-        return text
-    if key in NUMBERS:
-        return f"TRY_CAST({text} AS DOUBLE)"
-    if key in INSTANTS:
-        return _instant(text, field.unit)
-    if field.start is None:
-        return _scaled(text, field.unit)
-    return f"({_instant(text, field.unit)} - {_instant(column(field.start), field.unit)})"
-
-
-def _checked(key: str, clock: str) -> str:
-    name = _as(key)
-    if key == "trace_id":
-        return f"CASE WHEN regexp_full_match({name}, '[0-9a-f]{{32}}') THEN {name} END"
-    if key in TEXTS:
-        return name
-    if key in NUMBERS:
-        # A double is exact for all numbers that are allowed.
-        low = 1 - MAX_TOKENS if key == "priority" else 0
-        whole = f"{name} BETWEEN {low} AND {MAX_TOKENS - 1} AND {name} = trunc({name})"
-        return f"CASE WHEN {whole} THEN CAST({name} AS BIGINT) END"
-    # A wall clock that shows 0 was never set; any other may begin there.
-    low, high = (int(clock == "wall"), MAX_INSTANT) if key in INSTANTS else (0, MAX_DURATION)
-    return f"CASE WHEN {name} BETWEEN {low} AND {high} THEN {name} END"
-
-
-def _decimal(text: str) -> str:
-    return f"TRY_CAST({text} AS DECIMAL(28, 9))"
-
-
-def _scaled(text: str, unit: str) -> str:
-    """Nanoseconds, exactly: 19 digits before the point and 9 behind it, times at most 10^9, fit a DECIMAL(38)."""
-    return f"TRY_CAST({_decimal(text)} * {UNITS_NS[unit]} AS BIGINT)"
-
-
-def _instant(text: str, unit: str) -> str:
-    if unit != ISO:
-        return _scaled(text, unit)
-    # DuckDB's own timestamps end at microseconds.
-    seconds = f"TRY_CAST(regexp_replace({text}, '[.,][0-9]+', '') AS TIMESTAMPTZ)"
-    fraction = f"CAST(rpad(regexp_extract({text}, '[.,]([0-9]{{1,9}})', 1), 9, '0') AS BIGINT)"
-    return (
-        f"CASE WHEN regexp_matches({text}, '^[0-9]{{4}}[-/]') AND isfinite({seconds}) "
-        f"AND year({seconds}) BETWEEN 1970 AND 2200 "
-        f"THEN epoch_us({seconds}) * 1000 + {fraction} END"
-    )
-
-
-def _status(text: str, mapping: Mapping) -> str:
-    """The mapping's words first, then those that everyone uses, then classes of HTTP statuses."""
-    words = {**KNOWN_STATUSES, **mapping.statuses}
-    cases = "".join(f" WHEN {_literal(word)} THEN '{status}'" for word, status in words.items())
-    return (
-        f"CASE lower({text}){cases} ELSE CASE WHEN regexp_full_match({text}, '2[0-9]{{2}}') THEN 'ok' "
-        f"WHEN regexp_full_match({text}, '[45][0-9]{{2}}') THEN 'error' END END"
-    )
-
-
-def _literal(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"
-
-
-def _pointer(keys: list[str]) -> str:
-    """A JSON pointer (RFC 6901)."""
-    return "".join("/" + key.replace("~", "~0").replace("/", "~1") for key in keys)

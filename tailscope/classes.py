@@ -12,8 +12,8 @@ from scipy.stats import binom
 
 from tailscope import stats
 from tailscope.config import Slo
-from tailscope.ledger.contrast import MIN_REQUESTS
 from tailscope.ledger.histogram import ALL
+from tailscope.ledger.tails import MIN_REQUESTS
 from tailscope.model import ClassRow
 from tailscope.stats import Floats, Ints
 from tailscope.store import Trace

@@ -16,7 +16,7 @@ from tailscope.config import Config
 from tailscope.errors import UsageError
 from tailscope.ledger.bills import Ledger, write_bills
 from tailscope.ledger.class_work import write_class_work
-from tailscope.ledger.contrast import MIN_REQUESTS, write_contrast
+from tailscope.ledger.contrast import write_contrast
 from tailscope.ledger.coupling import write_coupling
 from tailscope.ledger.doses import write_doses
 from tailscope.ledger.hidden import write_hidden
@@ -29,6 +29,7 @@ from tailscope.ledger.prompt_cache import write_cache_losses
 from tailscope.ledger.replicas import write_replicas
 from tailscope.ledger.step_costs import write_step_costs
 from tailscope.ledger.steps import Limits
+from tailscope.ledger.tails import MIN_REQUESTS
 from tailscope.ledger.tenants import write_tenants
 from tailscope.ledger.upstream import write_upstream
 from tailscope.ledger.what_if import write_what_if

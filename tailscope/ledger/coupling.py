@@ -10,7 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from tailscope import stats
-from tailscope.ledger.contrast import MIN_REQUESTS
+from tailscope.ledger.tails import MIN_REQUESTS
 from tailscope.stats import Floats, Ints
 from tailscope.store import Trace
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from tailscope.ledger.bills import Ledger
-from tailscope.ledger.contrast import MIN_REQUESTS, compared, per_token
+from tailscope.ledger.tails import MIN_REQUESTS, compared, per_token
 from tailscope.ledger.tenant_parts import GAP_KINDS, KINDS, Parts, divided
 from tailscope.stats import Floats, Ints
 from tailscope.store import Trace

@@ -15,8 +15,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from tailscope.config import Slo
-from tailscope.ledger import contrast
-from tailscope.ledger.contrast import MIN_REQUESTS, add_members
+from tailscope.ledger import tails
+from tailscope.ledger.tails import MIN_REQUESTS, add_members
 from tailscope.model import ClassRow
 from tailscope.stats import Floats, Ints
 from tailscope.store import Trace
@@ -267,17 +267,17 @@ def _contrasted(
     name = entry["klass"]
     after, decodes = seen.e2e - seen.ttft, seen.output > 1
     per_token = np.where(decodes, 1 / np.maximum(seen.output - 1, 1), 0.0)
-    typical_ttft = contrast.typical(seen.ttft, contrast.alike(seen.computed))
-    typical_tpot = contrast.typical_of(after * per_token, decodes)
-    typical_rest = contrast.typical_of(after, ~decodes)
+    typical_ttft = tails.typical(seen.ttft, tails.alike(seen.computed))
+    typical_tpot = tails.typical_of(after * per_token, decodes)
+    typical_rest = tails.typical_of(after, ~decodes)
     result = []
     for metric, values, gap in (
         ("TTFT", seen.ttft, seen.gap_before),
         ("E2E", seen.e2e, seen.gap),
     ):
-        row, tail = contrast.describe(name, metric, entry["observer"], values, seen.times_ns)
+        row, tail = tails.describe(name, metric, entry["observer"], values, seen.times_ns)
         assert tail is not None  # the class has MIN_REQUESTS
-        row = replace(row, objectives=contrast.objectives(slos, name, metric, values, seen.times_ns))
+        row = replace(row, objectives=tails.objectives(slos, name, metric, values, seen.times_ns))
         share = tail / tail.sum()
         before = share - typical_ttft(share)
         after_weight = np.zeros(len(values))
