@@ -62,8 +62,11 @@ def parts(row: Row) -> Evidence:
     found = [
         f"{row[name]:.3g} s {what}" for name, what in words.items() if row[name] >= 0.01 * row["blamed_s"]
     ]
+    shown = ", ".join(found)
+    if len(found) < 2:
+        shown = f"all of it {words[max(words, key=lambda name: float(row[name]))]}"
     return Evidence(
-        f"of the {row['blamed_s']:.3g} s of {row['victim']} {row['metric']}: {', '.join(found)}",
+        f"of the {row['blamed_s']:.3g} s of {row['victim']} {row['metric']}: {shown}",
         {name: row[name] for name in words},
     )
 
