@@ -13,7 +13,7 @@ help:
 	@echo "make test    run the tests"
 	@echo "make check   ruff, mypy and the import contracts"
 	@echo "make docs    write the generated pages in docs/"
-	@echo "make accuracy play labelled worlds, score the diagnosis, write docs/accuracy.md (half an hour)"
+	@echo "make accuracy play labelled worlds, score the diagnosis, write docs/accuracy.md (some hours)"
 	@echo "make accuracy-ranks the same for worlds of ranks, docs/accuracy-ranks.md (an hour)"
 	@echo "make bench   measure speed and memory on synthetic traces"
 	@echo "make clean   remove .venv and caches"

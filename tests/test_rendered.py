@@ -29,7 +29,14 @@ from tailscope.store import Trace
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 WRITTEN = [
     *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md"),
-    *("docs/joining.md", "docs/ranks.md", "docs/experts.md", "docs/steps.md"),
+    *(
+        "docs/joining.md",
+        "docs/request-logs.md",
+        "docs/compare.md",
+        "docs/ranks.md",
+        "docs/experts.md",
+        "docs/steps.md",
+    ),
 ]
 PAGES = [*WRITTEN, *(f"docs/{name}" for name in reference.pages())]
 COMMANDS = vars(typer.main.get_command(app))["commands"]
