@@ -10,11 +10,13 @@ import orjson
 import pyarrow as pa
 
 from tailscope.schema import REQUESTS, TOKENS, Table
-from tailscope.source import INT64_MAX, Tally
+from tailscope.source import Tally
 
 #: Rows after which a batch is yielded.
 BATCH = 50_000
 #: No request has more tokens; it also keeps sums of counts inside int64.
+#: No request takes longer, in ns, some three years: sums of an instant and of durations stay inside int64.
+MOST_NS = 10**17
 MAX_TOKENS = 1 << 31
 
 #: Columns of `requests` a client file can fill. The others stay NULL.
@@ -68,7 +70,7 @@ class Values:
         self.blank(f"{name} not a number of tokens")
         return None
 
-    def duration(self, value: object, name: str, unit_ns: int, limit_ns: int = INT64_MAX) -> int | None:
+    def duration(self, value: object, name: str, unit_ns: int, limit_ns: int = MOST_NS) -> int | None:
         """Nanoseconds of a duration given in units of `unit_ns`, at most `limit_ns`."""
         if value is None:
             return None

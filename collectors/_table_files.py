@@ -142,15 +142,30 @@ def _sample_parquet(source: Source) -> Sample | None:
             schema = file.schema_arrow
     except (pa.ArrowException, OSError, ValueError):
         return None
+    if len(set(schema.names)) < len(schema.names):
+        raise BadInput(
+            "a column is there twice", todo="Write the table with a name of its own for each column"
+        )
     empty = pa.RecordBatch.from_pylist([], schema=schema)
     table = _flattened(first if first is not None else empty)
+    if len(set(table.schema.names)) < len(table.schema.names):
+        raise BadInput("a column has the name of a field of another one, with a dot between")
     stamps = tuple(f.name for f in table.schema if pa.types.is_timestamp(f.type) or pa.types.is_date(f.type))
     simple = [f.name for f in table.schema if not pa.types.is_nested(f.type)]
+    texts = {name: _texts(table[name]) for name in simple}
     rows = [
-        {name: str(value) for name, value in row.items() if value is not None}
-        for row in table.select(simple).to_pylist()
+        {name: values[i] for name, values in texts.items() if values[i] is not None}
+        for i in range(table.num_rows)
     ]
     return Sample("parquet", tuple(simple), tuple(rows), timestamps=stamps)
+
+
+def _texts(column: Any) -> list[Any]:
+    """A column's values as texts; None where it holds what no text can be made of."""
+    try:
+        return [None if value is None else str(value) for value in column.to_pylist()]
+    except (pa.ArrowException, ValueError, OverflowError):
+        return [None] * len(column)
 
 
 def _flattened(batch: pa.RecordBatch) -> pa.Table:

@@ -186,11 +186,15 @@ class _Reader:
                 "temp_directory": spill,
             }
             with closing(duckdb.connect(config=config)) as con:
-                con.execute(f"SET TimeZone = {literal(self._zone())}")
-                con.register("given", self._given(source))
-                reader = con.sql(sql).to_arrow_reader(BATCH)
-                for batch in reader:
-                    yield pa.Table.from_batches([batch])
+                try:
+                    con.execute(f"SET TimeZone = {literal(self._zone())}")
+                    con.register("given", self._given(source))
+                    for batch in con.sql(sql).to_arrow_reader(BATCH):
+                        yield pa.Table.from_batches([batch])
+                except (duckdb.Error, pa.ArrowException) as error:
+                    # Such as texts that are none, or a zone that it does not know.
+                    what = (str(error).splitlines() or ["damaged"])[0][:160]
+                    self._error = self._error or BadInput(f"cannot be read as the mapping says: {what}")
         if self._error is not None:
             if self._stored:
                 source.tally.reject(f"rest of the file {self._error.what}", self._error.where)

@@ -22,6 +22,8 @@ from ._vllm_statlogger_values import json_object, utf8
 
 BATCH = 50_000
 PHASES = ("prefill", "decode", "recompute")
+#: More of anything nobody has: request numbers of all headers of a file add up.
+MOST = 1 << 48
 BLOCKED = ("budget", "slots", "kv", "other")
 _BEGINS = re.compile(rb'\s*\{\s*"vllm_schedule"\s*:')
 #: vLLM makes ids its own by eight random digits, and several answers to one call by a number before them.
@@ -128,7 +130,7 @@ class _Reader:
             else:
                 try:
                     self._step(record)
-                except (_Malformed, TypeError, ValueError, KeyError):
+                except (_Malformed, TypeError, ValueError, KeyError, IndexError):
                     self.tally.reject(MALFORMED, self.where)
                     self._lose()
                 for rows in (self.schedule, self.steps, self.events):
@@ -172,7 +174,8 @@ class _Reader:
         """The request's state held until the last step."""
         engine = self.engine
         phase, tokens, first, first_end, before = engine.running.pop(request)
-        assert engine.last is not None
+        if engine.last is None:
+            return  # the step that named it first could not be used
         last, last_end, _ = engine.last
         self.schedule.rows.append(
             (
@@ -188,6 +191,10 @@ class _Reader:
         number, end, elapsed, mono = self._time(record)
         states = [_state(state) for state in _list(record, "s")]
         gone, preempted = _counts(record, "x"), _counts(record, "p")
+        if len({state[0] for state in states}) < len(states):
+            raise _Malformed
+        # All of a line is read before anything changes: what is damaged at its end says nothing.
+        told = _told(record)
         self._name(record)
         follows = engine.last is not None and number == engine.last[0] + 1
         if engine.last is not None and number <= engine.last[0]:
@@ -218,7 +225,7 @@ class _Reader:
         elif states:
             self.tally.blank("who was in the step is not known after lost lines", self.where)
         self._happened(record, end, elapsed, preempted)
-        self._iteration(record, number, end, elapsed, len(preempted))
+        self._iteration(told, number, end, elapsed, len(preempted))
         engine.last, self.unusable = (number, end, mono), 0
 
     def _time(self, record: dict[str, Any]) -> tuple[int, int, int, int]:
@@ -255,11 +262,10 @@ class _Reader:
             name = engine.requests.get(request)
             self.events.rows.append((engine.number, made, "preemption", name, None))
 
-    def _iteration(self, record: dict[str, Any], number: int, end: int, elapsed: int, preempted: int) -> None:
-        counts = [*map(_count, record.get("c") or ()), *[None] * 6][:6]
-        prefills, prefill_tokens, decodes, decode_tokens, again, again_tokens = counts
-        running, waiting, deferred = [*map(_count, record.get("q") or ()), *[None] * 3][:3]
-        kv, blocked = record.get("kv"), record.get("b")
+    def _iteration(self, told: _Told, number: int, end: int, elapsed: int, preempted: int) -> None:
+        prefills, prefill_tokens, decodes, decode_tokens, again, again_tokens = told.counts
+        running, waiting, deferred = told.queue
+        kv, blocked = told.kv, told.blocked
         if not (isinstance(kv, int | float) and 0 <= kv <= 1):
             if kv is not None:
                 self.tally.blank("share is not between 0 and 1", self.where)
@@ -275,8 +281,29 @@ class _Reader:
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class _Told:
+    """What a line says of its step beside who was in it."""
+
+    counts: list[int | None]
+    queue: list[int | None]
+    kv: Any
+    blocked: str | None
+
+
+def _told(record: dict[str, Any]) -> _Told:
+    blocked = record.get("b")
+    return _Told(
+        [*map(_count, _list(record, "c")), *[None] * 6][:6],
+        [*map(_count, _list(record, "q")), *[None] * 3][:3],
+        record.get("kv"),
+        blocked if isinstance(blocked, str) else None,
+    )
+
+
 def _count(value: Any) -> int | None:
-    return value if type(value) is int and 0 <= value <= INT64_MAX else None
+    """A number of things, or of one of them; sums of some stay inside int64."""
+    return value if type(value) is int and 0 <= value < MOST else None
 
 
 def _sum(a: int | None, b: int | None) -> int | None:
@@ -303,7 +330,7 @@ def _state(entry: Any) -> tuple[int, int, int, int]:
     request, phase, tokens, before = entry
     if not (type(request) is type(phase) is type(tokens) is type(before) is int):
         raise _Malformed
-    if not (0 <= request <= INT64_MAX and 0 <= phase < len(PHASES) and 0 <= tokens < 1 << 40):
+    if not (0 <= request < MOST and 0 <= phase < len(PHASES) and 0 <= tokens < 1 << 40):
         raise _Malformed
     if not 0 <= before < 1 << 40:
         raise _Malformed

@@ -50,7 +50,9 @@ def lane_decision(rows: Sequence[Row], limits: Mapping[str, float]) -> Decision:
             )
         return Decision("clear", f"{steps}, none apart from the others (p = {test.p_value:.2g})")
     findings = []
-    for who, members in by_whom.items():
+    for who, stops in by_whom.items():
+        # Of a window that was chosen: what nobody of it was there for is none of its pauses.
+        members = [row for row in stops if row["requests"] or row["hurt"]]
         hurt = [
             tail
             for tail in _tails.tails((row["hurt"] for row in members), lane["classes"])
@@ -166,6 +168,9 @@ def finding(
         )
     if others:
         counter.append(Evidence(f"not counted here: {' and '.join(others)}, which other rules judge"))
+    own_doing = who == _pauses.PROFILER_NAME and bool(lane["profiles"])
+    if own_doing:
+        counter.append(Evidence("taking the profiles that the trace holds is what stopped it"))
     if not counter:
         counter.append(
             Evidence("that something stood beside a step does not prove that it made the step long")
@@ -181,7 +186,8 @@ def finding(
     return Finding(
         rule=RULE.name,
         status="found",
-        severity=_tails.severity(hurt),
+        # Who profiles to find a cause does not look for what the profiler did.
+        severity="low" if own_doing else _tails.severity(hurt),
         basis="inferred",
         title=f"{subject} stood still {times}{why}",
         culprit=Party(

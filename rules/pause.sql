@@ -63,6 +63,7 @@ SELECT
     l.*, e.instance, e.engine, e.engines, o.* EXCLUDE (lane), h.hurt, t.tops, c.firsts, p.requests,
     coalesce(f.is_first, false) AS is_first, coalesce(b.is_compiled, false) AS is_compiled, b.deliberate,
     (SELECT count(DISTINCT instance) FROM step_costs) AS instances,
+    (SELECT count(*) FROM profiles) AS profiles,
     (SELECT list({klass: klass, metric: metric, excess_s: excess_s, p50_s: p50_s, slo_broken: slo_broken} ORDER BY klass, metric)
      FROM class_rows WHERE excess_s > 0) AS classes
 FROM lanes l JOIN leads e USING (lane)

@@ -285,10 +285,10 @@ def _remedies(
     """Refuse what cannot be served in time, then more of what binds, then more engines, with this trace's numbers."""
     refuse, limit, replicas = RULE.remedies[0], RULE.remedies[1], RULE.remedies[-1]
     if able:
-        waits = f"{able * PATIENCE_S:.0f}"
-        refuse = replace(
-            refuse, flag=f"--max-num-queued-reqs {waits} ({PATIENCE_S:g} s of {able:.3g} requests a second)"
-        )
+        # The flag counts those that run as well.
+        most = able * PATIENCE_S + (queue["most_running"] or 0)
+        what = f"those that run, and {PATIENCE_S:g} s of {able:.3g} requests a second; times the data-parallel engines"
+        refuse = replace(refuse, flag=f"--max-num-queued-reqs {most:.0f} ({what})")
     if able and offered:
         count = max(2, ceil(offered / (limits["headroom"] * able)))
         replicas = replace(

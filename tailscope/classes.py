@@ -3,7 +3,7 @@ objectives. Plain values for a report; everything that could be many is cut to a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,8 @@ from tailscope.stats import Floats, Ints
 from tailscope.store import Trace
 
 Entry = dict[str, Any]
+#: Metric -> (quantile, limit in s).
+Limits = dict[str, tuple[str, float]]
 
 #: Rows of tenants and of priorities that are told apart, those with most tokens; the rest is `other`.
 MOST_GROUPS = 8
@@ -283,28 +285,18 @@ def attainment(trace: Trace, names: Iterable[str], slos: Sequence[Slo], klass: s
     )
     result = []
     for name in [*names, *([ALL] if klass is None and ALL not in names else [])]:
-        limits = _limits(slos, name)
-        if not limits:
+        asked = _limits(slos, name)
+        if not asked:
             continue
-        columns = trace.connection.execute(
-            _MET,
-            {
-                "klass": None if name == ALL else name,
-                "itl_ns": limits.get("ITL", ("p99", 0.0))[1] * 1e9,
-                "allowed": 1 - float(limits.get("ITL", ("p99", 0.0))[0][1:]) / 100,
-                **{
-                    f"{metric.lower()}_ns": limits[metric][1] * 1e9 if metric in limits else None
-                    for metric in ("TTFT", "TPOT", "E2E")
-                },
-                "with_itl": "ITL" in limits,
-            },
-        ).fetchnumpy()
+        limits = _measured(trace, asked, name)
+        columns = met_by_request(trace, limits, name)
         met, failed = np.asarray(columns["met"], np.int64), np.asarray(columns["failed"], bool)
         decided = met >= 0
         n, good = int(decided.sum()), int((met == 1).sum())
         entry: Entry = {
             "class": name,
             "objectives": [{"metric": m, "quantile": q, "limit_s": s} for m, (q, s) in limits.items()],
+            "not_measured": [metric for metric in asked if metric not in limits],
             "n": n,
             "met": good,
             "failed": int(failed.sum()),
@@ -315,7 +307,9 @@ def attainment(trace: Trace, names: Iterable[str], slos: Sequence[Slo], klass: s
             "rate_rps": len(met) / window["s"] if window["s"] else None,
             "reason": "too-few-samples",
         }
-        if n >= MIN_REQUESTS:
+        if not limits:
+            entry["reason"] = "not-measured"
+        elif n >= MIN_REQUESTS:
             times = np.asarray(columns["arrival_ns"], np.int64)[decided]
             n_eff = stats.effective_samples((met[decided] == 1).astype(np.float64), times)
             entry |= {"share": good / n, "ci95": stats.share_interval(good / n, n_eff), "reason": None}
@@ -323,9 +317,45 @@ def attainment(trace: Trace, names: Iterable[str], slos: Sequence[Slo], klass: s
     return result
 
 
-def _limits(slos: Sequence[Slo], klass: str) -> dict[str, tuple[str, float]]:
-    """Metric -> (quantile, limit in s) of a class, of several the one of the highest quantile."""
-    found: dict[str, tuple[str, float]] = {}
+def objectives_of(trace: Trace, slos: Sequence[Slo], klass: str) -> Limits:
+    """The objectives of a class that its requests can be held against: those of metrics that were measured."""
+    return _measured(trace, _limits(slos, klass), klass)
+
+
+def met_by_request(trace: Trace, limits: Limits, klass: str) -> Mapping[str, Any]:
+    """rid, arrival_ns, failed and met (1, 0, -1 for unknown) of each request of a class, or of `all`."""
+    quantile, itl_s = limits.get("ITL", ("p99", 0.0))
+    result: Mapping[str, Any] = trace.connection.execute(
+        _MET,
+        {
+            "klass": None if klass == ALL else klass,
+            "itl_ns": itl_s * 1e9,
+            "allowed": 1 - float(quantile[1:]) / 100,
+            **{
+                f"{metric.lower()}_ns": limits[metric][1] * 1e9 if metric in limits else None
+                for metric in ("TTFT", "TPOT", "E2E")
+            },
+            "with_itl": "ITL" in limits,
+        },
+    ).fetchnumpy()
+    return result
+
+
+def _measured(trace: Trace, limits: Limits, klass: str) -> Limits:
+    """Those of metrics that any request of the class has: what is measured of nobody, nobody met or missed."""
+    [has] = trace.rows(
+        "SELECT coalesce(bool_or(ttft_ns >= 0), false) AS TTFT, coalesce(bool_or(e2e_ns >= 0), false) AS E2E, "
+        "coalesce(bool_or(ttft_ns >= 0 AND e2e_ns >= ttft_ns AND output_tokens > 1), false) AS TPOT, "
+        "EXISTS (FROM gap_streams s SEMI JOIN gap_times USING (klass_number) WHERE $klass IS NULL OR s.klass = $klass) AS ITL "
+        "FROM joined WHERE $klass IS NULL OR klass = $klass",
+        {"klass": None if klass == ALL else klass},
+    )
+    return {metric: limit for metric, limit in limits.items() if has[metric]}
+
+
+def _limits(slos: Sequence[Slo], klass: str) -> Limits:
+    """The objectives of a class, of several of a metric the one of the highest quantile."""
+    found: Limits = {}
     for slo in sorted((s for s in slos if s.klass == klass), key=lambda s: float(s.quantile[1:])):
         found[slo.metric] = slo.quantile, slo.limit_s
     return found
@@ -346,7 +376,7 @@ judged AS (
             CASE WHEN NOT $with_itl OR output_tokens = 1 THEN true ELSE g.share <= $allowed END] AS tests
     FROM joined j LEFT JOIN long_gaps g USING (rid) WHERE $klass IS NULL OR klass = $klass
 )
-SELECT arrival_ns, failed,
+SELECT rid, arrival_ns, failed,
        CASE WHEN failed OR list_contains(tests, false) THEN 0
             WHEN ended AND len(list_filter(tests, lambda t: t)) = len(tests) THEN 1 ELSE -1 END AS met
 FROM judged ORDER BY rid

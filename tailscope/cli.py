@@ -148,6 +148,8 @@ def ingest(
         outcomes = run(paths, output, config=settings, options=options, instance=instance, report=report)
     render(outcomes, str(output), _console(), base=_folder_of_all(outcomes))
     if not any(o.status in ("ingested", "known") for o in outcomes):
+        if any(o.status == "failed" for o in outcomes):
+            raise UsageError("nothing was ingested: see what is said of each file above")
         raise UsageError(
             "nothing was ingested: no file is telemetry that tailscope reads (see docs/collectors.md)"
         )

@@ -291,8 +291,9 @@ def _largest_component(rows: Sequence[ClassRow]) -> tuple[str, bool]:
     if not row.excess or not row.excess_s or row.excess_s < NOTICEABLE * (row.p50_s or 0.0):
         return " No class's tail is far from typical.", False
     component, seconds = max(row.excess.items(), key=lambda item: item[1])
+    mostly = "mostly" if seconds > row.excess_s / 2 else "the largest part of it"
     text = (
-        f" The {row.metric} tail of class {row.klass} is {row.excess_s:.3g} s above typical, mostly {component}"
+        f" The {row.metric} tail of class {row.klass} is {row.excess_s:.3g} s above typical, {mostly} {component}"
         f" ({seconds:.3g} s)."
     )
     return text, component in ("unexplained", "pause")

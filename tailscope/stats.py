@@ -191,10 +191,10 @@ def histogram_quantile(
     """The bucket [low, high] in which quantile q of a histogram lies; high is None in the +Inf bucket.
 
     `bounds` are ascending upper bounds, the last +Inf; `counts` cumulative. Never a point: inside a
-    bucket nothing is known. None for an empty histogram.
+    bucket nothing is known. None for an empty histogram, or one that is damaged.
     """
     total = counts[-1] if counts else 0
-    if not total > 0:
+    if len(bounds) != len(counts) or None in bounds or total is None or not total > 0:
         return None
     rank = q * total
     for i, count in enumerate(counts):

@@ -238,14 +238,15 @@ def test_an_instance_or_class_can_be_picked(example: Path) -> None:
 def test_a_quiet_run_stays_quiet(tmp_path: Path) -> None:
     """A long pause of the profiler and a slow first step are in it; no coupling, preemption or KV finding."""
     diagnosis = judged(traced(CAPTURES / "vllm-cpu" / "run5-dense-ngram-spec", tmp_path))
-    pause, first = diagnosis.findings
-    assert (pause.rule, pause.severity, pause.culprit.id) == ("pause", "high", "the profiler")
+    first, pause = diagnosis.findings
+    # Who ingests profiles does not look for what taking them did.
+    assert (pause.rule, pause.severity, pause.culprit.id) == ("pause", "low", "the profiler")
     assert pause.title == "Engine 0 stood still for 20.7 s (the profiler)"
     assert (first.rule, first.severity) == ("first-shape", "medium")
     assert first.title == "The first batch after the start of engine 0 takes 3.3 s more than it accounts for"
     assert diagnosis.verdict.status == "found"
-    # The step in which the profiler wrote its trace is named, with what the log says of that time.
-    assert "One step took 20.7 s longer than its batch accounts for, from 14:58:3" in diagnosis.verdict.text
+    # The step in which the profiler wrote its trace is told of once.
+    assert diagnosis.verdict.text.count("20.7 s") == 1
     assert "profiler" in diagnosis.verdict.text
     statuses = {c.rule: c.status for c in diagnosis.checks}
     # A profile of a CPU does not tell whether it waits.
@@ -264,8 +265,6 @@ def test_a_quiet_run_stays_quiet(tmp_path: Path) -> None:
 def test_a_slow_rank_is_not_taken_for_coupling_or_preemption(tmp_path: Path) -> None:
     diagnosis = judged(traced(CAPTURES / "vllm-cpu" / "run2-moe-tp2", tmp_path))
     assert [(f.rule, f.severity) for f in diagnosis.findings if f.severity in ("high", "medium")] == [
-        # The profile windows' start and write-out make the requests' tail; beside that there is the rank.
-        ("pause", "high"),
         ("straggler-rank", "high"),
         ("first-shape", "medium"),
     ]

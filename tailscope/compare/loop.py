@@ -33,7 +33,9 @@ class Loop:
 def loop_of(arrival_ns: Ints, end_ns: Floats) -> Loop:
     """From arrivals in order and ends of requests, NaN where not known."""
     known = np.isfinite(end_ns)
-    start, end = arrival_ns[known], np.sort(end_ns[known].astype(np.int64))
+    start = arrival_ns[known]
+    # A float knows today's instants to a hundred nanoseconds: nobody leaves before they came.
+    end = np.sort(np.maximum(end_ns[known].astype(np.int64), start))
     gaps = np.diff(arrival_ns).astype(np.float64)
     cv = float(gaps.std() / gaps.mean()) if len(gaps) and gaps.mean() > 0 else 0.0
     if not len(start):

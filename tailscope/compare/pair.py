@@ -222,9 +222,9 @@ def _outcomes(sides: tuple[Side, Side], blocks: tuple[Blocks, Blocks], config: C
     add("output", None, "tokens/s", sums([np.nan_to_num(s.requests.output) for s in sides]), time)
     add("prompts", None, "tokens/s", sums([np.nan_to_num(s.requests.prompt) for s in sides]), time)
     for klass in dict.fromkeys(slo.klass for slo in config.slos):
-        kept = [_kept(s, config, klass) for s in sides]
-        mine = [(s.requests.klass == klass).astype(np.float64) for s in sides]
-        add("attained", klass, "share", sums(kept), sums(mine))
+        kept = [(s.met[klass] == 1).astype(np.float64) for s in sides]
+        known = [(s.met[klass] >= 0).astype(np.float64) for s in sides]
+        add("attained", klass, "share", sums(kept), sums(known))
         add("goodput", klass, "requests/s", sums(kept), time)
     found = differences([pair for *_, pair in asked])
     return [
@@ -235,24 +235,6 @@ def _outcomes(sides: tuple[Side, Side], blocks: tuple[Blocks, Blocks], config: C
 
 def _interval(d: Difference, blocks: tuple[Blocks, Blocks]) -> tuple[float, float] | None:
     return d.interval if all(b.enough for b in blocks) else None
-
-
-def _kept(side: Side, config: Config, klass: str) -> Floats:
-    """Which requests of a class kept all of its objectives, whatever their quantile: each is held against the limit."""
-    q = side.requests
-    kept = (q.klass == klass) & (q.status == "ok") & q.billed
-    for slo in config.slos:
-        if slo.klass != klass:
-            continue
-        if slo.metric == "ITL":
-            gaps = side.gaps.get(klass)
-            if gaps is not None:
-                kept &= ~np.isin(q.rid, np.unique(gaps.rid[gaps.values_s > slo.limit_s]))
-            continue
-        values = q.metric(slo.metric)
-        # Where a metric does not exist (TPOT of one token) it breaks nothing.
-        kept &= ~(values > slo.limit_s)
-    return np.asarray(kept, np.float64)
 
 
 # -- the bill ---------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from tailscope.align import Scope
+from tailscope.classes import met_by_request, objectives_of
 from tailscope.compare.blocks import SLICES, Key, Values
 from tailscope.compare.loop import Loop, loop_of
 from tailscope.config import Config
@@ -104,6 +105,8 @@ class Side:
         default_factory=dict
     )
     steps: Steps = field(default_factory=Steps)
+    #: Class with objectives -> of each of `requests` whether it met all of them: 1, 0, or -1 where that is not known.
+    met: Mapping[str, Ints] = field(default_factory=dict)
 
     @property
     def path(self) -> str:
@@ -143,7 +146,18 @@ def read(trace: Trace, config: Config, scope: Scope) -> Side:
         tuple(trace.rows(_COUPLED)),
         _ranges(trace),
         _steps(trace),
+        {slo.klass: _met(trace, config, slo.klass, requests.rid) for slo in config.slos},
     )
+
+
+def _met(trace: Trace, config: Config, klass: str, rid: Ints) -> Ints:
+    columns = met_by_request(trace, objectives_of(trace, config.slos, klass), klass)
+    result = np.full(len(rid), -1)
+    place = np.searchsorted(rid, np.asarray(columns["rid"], np.int64), sorter=(order := np.argsort(rid)))
+    place = order[np.minimum(place, max(len(rid) - 1, 0))] if len(rid) else place
+    mine = rid[place] == columns["rid"] if len(rid) else np.zeros(len(place), bool)
+    result[place[mine]] = np.asarray(columns["met"], np.int64)[mine]
+    return result
 
 
 _THINNED = """

@@ -217,6 +217,8 @@ def _pooled_test(
     victims: Victims, instance: NDArray[np.str_], windows: dict[str, tuple[Ints, Ints]]
 ) -> tuple[stats.ExposureEffect | None, stats.ExposureEffect | None]:
     """The test on the instance with most victims, and its control: the same victims, other instances' culprits."""
+    if not len(instance):
+        return None, None  # none of a class whose times can be true
     names, counts = np.unique(instance, return_counts=True)
     name = str(names[np.argmax(counts)])
     mine = victims.select(instance == name)

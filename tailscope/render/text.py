@@ -270,7 +270,7 @@ def _finding(number: int, finding: Finding) -> Group:
 
 def _party(party: Party) -> str:
     detail = ", ".join(
-        f"{printable(str(k)).replace('_', ' ')} {printable(str(v))}"
+        f"{printable(str(k)).replace('_', ' ')} {printable(f'{v:.3g}' if isinstance(v, float) else str(v))}"
         for k, v in party.detail.items()
         if v is not None
     )

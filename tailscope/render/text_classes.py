@@ -23,6 +23,9 @@ Entry = Mapping[str, Any]
 def attained(entry: Entry) -> str:
     """Beside a class: how many of its requests meet all objectives, and at what rate."""
     limits = ", ".join(f"{o['metric']} < {seconds(o['limit_s'])}" for o in entry["objectives"])
+    missing = " and ".join(entry["not_measured"])
+    if entry["reason"] == "not-measured":
+        return f"nothing to hold it against: {missing} not measured"
     if entry["share"] is None:
         text = f"undecided: {entry['n']} of {entry['n'] + entry['unknown']} requests tell ({limits})"
     else:
@@ -34,7 +37,7 @@ def attained(entry: Entry) -> str:
         text += f"; {entry['failed']:,} failed or given up"
     if entry["unknown"] and entry["share"] is not None:
         text += f"; {entry['unknown']:,} not known"
-    return text
+    return f"{text}; {missing} not measured" if missing else text
 
 
 def over_time(entries: list[Entry]) -> Iterator[Text]:
