@@ -349,3 +349,10 @@ def test_runs_of_other_servers_are_not_compared_blindly(tmp_path: Path) -> None:
     found = compared(tmp_path / "run1-dense-mixed", tmp_path / "run2-moe-tp2")
     assert found.status in ("cannot-tell", "not-comparable")
     assert found.regressions(0.0) == []
+
+
+def test_who_is_refused_at_once_is_in_flight_for_no_time() -> None:
+    """A float knows today's instants to a hundred nanoseconds: no end comes before its start."""
+    arrival = np.sort(np.random.default_rng(1).integers(0, 100 * S, 300)) + worlds.START_NS
+    found = loop_of(arrival, arrival.astype(np.float64))
+    assert found.kind != "closed" and found.in_flight < 1e-3
