@@ -262,7 +262,10 @@ def _recognise(path: Path, by_mapping: bool) -> tuple[Collector | None, str]:
 def _unknown(source: Source) -> str:
     """What a file is that no collector knows. A table may be a log of requests, if someone says what its columns mean."""
     collector = registry.table_collector()
-    table = collector.table_of(source) if collector else None
+    try:
+        table = collector.table_of(source) if collector else None
+    except BadInput as error:
+        return str(error)
     if table is None:
         return "not recognised as telemetry"
     names = ", ".join(map(repr, table.columns[:SHOWN_COLUMNS]))
