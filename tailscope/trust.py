@@ -21,7 +21,7 @@ SURVIVOR_WARN, SURVIVOR_FAIL = 0.0, 0.1
 
 
 def checks(trace: Trace, ledger: Ledger, classes: Sequence[ClassRow]) -> tuple[Trust, ...]:
-    found = [_sample_size(classes), *_join_coverage(trace), _unknown_engine(ledger), _buckets(trace)]
+    found = [_sample_size(classes), _classes(trace), *_join_coverage(trace), _unknown_engine(ledger), _buckets(trace)]
     found += [
         _survivorship(trace),
         *load_checks(trace),
@@ -48,6 +48,20 @@ def _sample_size(classes: Sequence[ClassRow]) -> Trust | None:
     text = f"too few effective samples for the p99 of {', '.join(worst[:4])}{' and more' if len(worst) > 4 else ''}"
     some = any(row.tail_n for row in requests)
     return Trust("sample-size", "warn" if some else "fail", text)
+
+
+#: From this share of requests without a class on, the classes say little of the load.
+NO_CLASS_WARN, NO_CLASS_FAIL = 0.1, 0.5
+
+
+def _classes(trace: Trace) -> Trust | None:
+    [row] = trace.rows(
+        "SELECT count(*) AS n, count(*) FILTER (WHERE klass = 'unknown') AS nowhere FROM joined WHERE billed"
+    )
+    if not row["n"] or row["nowhere"] <= NO_CLASS_WARN * row["n"]:
+        return None
+    text = f"{row['nowhere']:,} of {row['n']:,} requests are of no class: no [[class]] matches, or their length is not known"
+    return Trust("classes", _graded(row["nowhere"] / row["n"], NO_CLASS_WARN, NO_CLASS_FAIL), text)
 
 
 def _join_coverage(trace: Trace) -> list[Trust]:
