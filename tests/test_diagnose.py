@@ -282,10 +282,10 @@ def test_a_slow_rank_is_not_taken_for_coupling_or_preemption(tmp_path: Path) -> 
 def test_beside_a_slow_rank_prefill_on_the_other_engine_counts(tmp_path: Path) -> None:
     """The engines step together: two prompts of 3,000 tokens on engine 0 make engine 1's decode steps take 0.6 to 0.8 s."""
     diagnosis = judged(traced(CAPTURES / "vllm-cpu" / "run3-moe-dp2-ep2-patched", tmp_path))
-    pause, first, *others = [f for f in diagnosis.findings if f.severity in ("high", "medium")]
-    assert (pause.rule, pause.culprit.id) == ("pause", "the profiler")
+    first, *others = [f for f in diagnosis.findings if f.severity in ("high", "medium")]
     assert (first.rule, first.severity) == ("straggler-rank", "high")
-    assert [(f.rule, f.culprit.id, f.severity) for f in others] in ([], [("hol-coupling", "<8k", "medium")])
+    # A step of 8.8 s beside which nothing stands in the log, and the prompts on the other engine.
+    assert {(f.rule, f.culprit.id) for f in others} <= {("pause", "1"), ("hol-coupling", "<8k")}
     statuses = {c.rule: c.status for c in diagnosis.checks}
     assert statuses["preemption-storm"] == "clear"
     # The late rank is late in expert compute, but nothing says how many tokens it got.
