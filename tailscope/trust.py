@@ -21,7 +21,13 @@ SURVIVOR_WARN, SURVIVOR_FAIL = 0.0, 0.1
 
 
 def checks(trace: Trace, ledger: Ledger, classes: Sequence[ClassRow]) -> tuple[Trust, ...]:
-    found = [_sample_size(classes), _classes(trace), *_join_coverage(trace), _unknown_engine(ledger), _buckets(trace)]
+    found = [
+        _sample_size(classes),
+        _classes(trace),
+        *_join_coverage(trace),
+        _unknown_engine(ledger),
+        _buckets(trace),
+    ]
     found += [
         _survivorship(trace),
         *load_checks(trace),
