@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from tailscope.align import Scope
@@ -18,7 +17,6 @@ from tailscope.config import Config
 from tailscope.engine import prepare
 from tailscope.ledger.left_out import MIN_STEPS
 from tailscope.ledger.prompt_cache import bad_blocks
-from tailscope.schema import SCHEDULE
 from tailscope.sim.engine import simulate
 from tailscope.sim.outcome import Outcome
 from tailscope.sim.scenario import Engine, Fault, Load, Scenario, Sizes, Telemetry
@@ -36,9 +34,9 @@ def played(*loads: Load, **changes: Any) -> Outcome:
 
 
 @contextmanager
-def prepared(outcome: Outcome, folder: Path, **more: pa.Table) -> Iterator[Trace]:
+def prepared(outcome: Outcome, folder: Path) -> Iterator[Trace]:
     place = folder / "trace.parquet"
-    write_trace({**tables(outcome), **more}, place)
+    write_trace(tables(outcome), place)
     with Trace(place) as trace:
         prepare(trace, Config(), Scope())
         yield trace
@@ -162,26 +160,10 @@ def test_who_is_left_out_follows_from_the_steps_answers_took(client: bool, tmp_p
 
 
 def test_a_schedule_says_it_exactly(tmp_path: Path) -> None:
-    made = played(faults=(LEFT_OUT,))
+    made = played(faults=(LEFT_OUT,), telemetry=Telemetry(schedule=True))
     runs = made.engines[0].runs
     zero = runs.tokens == 0
-    keys = {
-        row["request_id"]: row["request_key"]
-        for row in tables(made)["requests"].to_pylist()
-        if row["observer"] == "engine" and row["ttft_ns"] is None
-    }
-    schedule = SCHEDULE.batch(
-        {
-            "instance": "vllm-0",
-            "engine": [0] * int(zero.sum()),
-            "request_key": [keys[f"cmpl-{made.requests.id[i]}-0"] for i in runs.request[zero]],
-            "iteration_first": pa.array(runs.first[zero]),
-            "iteration_last": pa.array(runs.last[zero]),
-            "phase": ["decode"] * int(zero.sum()),
-            "tokens": pa.array(runs.tokens[zero]),
-        }
-    )
-    with prepared(made, tmp_path, schedule=schedule) as trace:
+    with prepared(made, tmp_path) as trace:
         rows = trace.rows("SELECT j.request_id, o.* FROM left_out o JOIN joined j ON j.rid = o.id")
     lengths = runs.last[zero] - runs.first[zero] + 1
     assert {row["basis"] for row in rows} == {"schedule"}

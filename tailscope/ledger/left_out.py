@@ -74,9 +74,7 @@ def write_left_out(trace: Trace, ledger: Ledger) -> None:
     trace.create("left_out_gaps", GAPS.empty_table())
     con = trace.connection
     con.execute(_BY_SCHEDULE, {"least": MIN_STEPS})
-    told = {
-        r["instance"] for r in trace.rows("SELECT DISTINCT coalesce(instance, '') AS instance FROM schedule")
-    }
+    told = {row["instance"] for row in trace.rows(_TOLD)}
     judged = 0
     for (instance, engine), time in ledger.times.items():
         if instance in told:
@@ -89,37 +87,19 @@ def write_left_out(trace: Trace, ledger: Ledger) -> None:
     con.execute(_KNOWN, {"judged": judged})
 
 
-#: A step's number is only one where the engine did not start anew.
 _BY_SCHEDULE = """
 INSERT INTO left_out BY NAME
-WITH numbered AS (
-    SELECT instance, engine, iteration, start_ns, end_ns FROM steps WHERE iteration IS NOT NULL
-    QUALIFY count(*) OVER (PARTITION BY instance, engine, iteration) = 1
-),
-keys AS (
-    SELECT request_key, rid FROM joined
-    UNION SELECT client_key, rid FROM joined WHERE client_key IS NOT NULL
-    UNION SELECT core.request_key, j.rid
-    FROM core_pairs p JOIN observed front ON front.oid = p.a JOIN observed core ON core.oid = p.b
-    JOIN joined j ON j.request_key = front.request_key
-),
-zeros AS (
-    SELECT k.rid, coalesce(s.instance, '') AS instance, s.engine, s.iteration_first, s.iteration_last,
-           CASE s.phase WHEN 'decode' THEN 'decode' ELSE 'prefill' END AS place
-    FROM schedule s JOIN keys k USING (request_key)
-    WHERE s.tokens = 0 AND s.iteration_last - s.iteration_first + 1 >= $least
-)
-SELECT z.rid AS id, z.place, sum(l.end_ns - f.start_ns)::BIGINT AS ns,
-       sum(z.iteration_last - z.iteration_first + 1)::DOUBLE AS missed, NULL::DOUBLE AS full, 'schedule' AS basis,
+SELECT r.rid AS id, CASE r.phase WHEN 'decode' THEN 'decode' ELSE 'prefill' END AS place, sum(l.end_ns - f.start_ns)::BIGINT AS ns,
+       sum(r.k_last - r.k_first + 1)::DOUBLE AS missed, NULL::DOUBLE AS full, 'schedule' AS basis,
        min(f.start_ns) AS start_ns, max(l.end_ns) AS end_ns
-FROM zeros z
-JOIN numbered f ON f.instance = z.instance AND f.engine IS NOT DISTINCT FROM z.engine AND f.iteration = z.iteration_first
-JOIN numbered l ON l.instance = z.instance AND l.engine IS NOT DISTINCT FROM z.engine AND l.iteration = z.iteration_last
-GROUP BY z.rid, z.place
+FROM scheduled r JOIN steps f ON f.k = r.k_first JOIN steps l ON l.k = r.k_last
+WHERE r.tokens = 0 AND r.rid IS NOT NULL AND r.k_last - r.k_first + 1 >= $least
+GROUP BY ALL
 """
-_KNOWN = """
+_TOLD = "SELECT DISTINCT f.instance FROM scheduled r JOIN steps f ON f.k = r.k_first"
+_KNOWN = f"""
 CREATE OR REPLACE TEMP TABLE left_out_known AS
-SELECT $judged + (SELECT count(*) FROM joined WHERE billed AND instance IN (SELECT coalesce(instance, '') FROM schedule)) AS judged
+SELECT $judged + (SELECT count(*) FROM joined WHERE billed AND instance IN ({_TOLD})) AS judged
 """
 
 
