@@ -10,7 +10,15 @@ from tailscope.config import Slo
 from tailscope.ledger.bills import Ledger
 from tailscope.ledger.histogram import ALL
 from tailscope.ledger.lines import MODELLED
-from tailscope.ledger.tails import MAX_VALUES, add_members, compared, describe, objectives, per_token
+from tailscope.ledger.tails import (
+    MAX_VALUES,
+    add_members,
+    compared,
+    describe,
+    objectives,
+    parts_of_excess,
+    per_token,
+)
 from tailscope.ledger.token_gaps import write_token_gaps
 from tailscope.model import ClassRow
 from tailscope.store import Trace
@@ -39,11 +47,7 @@ def write_contrast(trace: Trace, ledger: Ledger, slos: tuple[Slo, ...], klass: s
         rows += _request_metrics(trace, row["klass"], slos)
     rows += write_token_gaps(trace, ledger, slos, klass)
     con.execute(_EXCESS)
-    excess: dict[tuple[str, str], dict[str, float]] = {}
-    for row in trace.rows(
-        "SELECT klass, metric, component, sum(excess_s) AS s FROM excess GROUP BY ALL ORDER BY ALL"
-    ):
-        excess.setdefault((row["klass"], row["metric"]), {})[row["component"]] = row["s"]
+    excess = parts_of_excess(trace, "excess")
     bounds = {
         (row["klass"], row["metric"]): (min(row["low"], row["high"]), max(row["low"], row["high"]))
         for row in trace.rows(_BOUNDS)

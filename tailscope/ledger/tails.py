@@ -62,9 +62,9 @@ def compared(
     decodes = output > 1
     shares = np.where(decodes, 1 / np.maximum(output - 1, 1), 0.0)
     tpot = per_token(ttft, e2e, output)
-    typical_ttft, typical_tpot = typical(ttft, alike(computed)), typical_of(tpot, decodes)
+    typical_ttft, typical_tpot = _typical(ttft, _alike(computed)), _typical_of(tpot, decodes)
     # Where it is not known how many tokens an answer had there is no decode per token.
-    typical_rest = typical_of(e2e - ttft, ~decodes)
+    typical_rest = _typical_of(e2e - ttft, ~decodes)
     for metric, values, inside in (("TTFT", ttft, None), ("TPOT", tpot, decodes), ("E2E", e2e, None)):
         among = np.ones(len(values), bool) if inside is None else inside
         row, tail = describe(klass, metric, observer, values[among], arrivals[among])
@@ -86,7 +86,7 @@ def compared(
         yield replace(row, excess_s=excess), among, Members(before, decode, everyone)
 
 
-def typical(values: Floats, like: NDArray[np.int64]) -> Callable[[Floats], Floats]:
+def _typical(values: Floats, like: NDArray[np.int64]) -> Callable[[Floats], Floats]:
     """A function from weights of a tail to weights, of the same sum, of the typical requests alike to it."""
     _, index, size = np.unique(like, return_inverse=True, return_counts=True)
     cell = np.where(size[index] >= MIN_REQUESTS, like, -1)
@@ -106,7 +106,7 @@ def typical(values: Floats, like: NDArray[np.int64]) -> Callable[[Floats], Float
     return weights
 
 
-def typical_of(values: Floats, among: NDArray[np.bool_]) -> Floats:
+def _typical_of(values: Floats, among: NDArray[np.bool_]) -> Floats:
     """Weights, summing to 1, of the typical ones of `among`."""
     rank = np.zeros(len(values))
     rank[among] = _rank_within(np.zeros(int(among.sum()), np.int64), values[among])
@@ -179,7 +179,7 @@ def _slowest(values: Floats) -> tuple[str, NDArray[np.bool_]]:
     return f"slowest {count}", tail
 
 
-def alike(tokens: Floats) -> NDArray[np.int64]:
+def _alike(tokens: Floats) -> NDArray[np.int64]:
     """Lengths alike: within a factor of two."""
     return np.asarray(np.floor(np.log2(np.maximum(tokens, 1))), dtype=np.int64)
 
@@ -219,3 +219,13 @@ def add_members(
             }
         ),
     )
+
+
+def parts_of_excess(trace: Trace, table: str) -> dict[tuple[str, str], dict[str, float]]:
+    """(class, metric) -> component -> seconds of `excess`, or another table of its shape."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for row in trace.rows(
+        f"SELECT klass, metric, component, sum(excess_s) AS s FROM {table} GROUP BY ALL ORDER BY ALL"
+    ):
+        found.setdefault((row["klass"], row["metric"]), {})[row["component"]] = row["s"]
+    return found

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tailscope.config import Slo
 from tailscope.ledger import tails
-from tailscope.ledger.tails import MIN_REQUESTS, add_members
+from tailscope.ledger.tails import MIN_REQUESTS
 from tailscope.model import ClassRow
 from tailscope.stats import Floats, Ints
 from tailscope.store import Trace
@@ -178,11 +178,7 @@ def write_upstream(trace: Trace, slos: tuple[Slo, ...], klass: str | None) -> li
             rows.append(row)
             more.append({**known, **limited})
     con.execute(_EXCESS)
-    excess: dict[tuple[str, str], dict[str, float]] = {}
-    for part in trace.rows(
-        "SELECT klass, metric, component, sum(excess_s) AS s FROM client_excess GROUP BY ALL ORDER BY ALL"
-    ):
-        excess.setdefault((part["klass"], part["metric"]), {})[part["component"]] = part["s"]
+    excess = tails.parts_of_excess(trace, "client_excess")
     rows = [replace(row, excess=excess.get((row.klass, row.metric), {})) for row in rows]
     trace.create(
         "client_rows",
@@ -265,26 +261,19 @@ def _contrasted(
 ) -> list[tuple[ClassRow, dict[str, Any]]]:
     """TTFT and E2E of a class as its clients saw them, with what else is known of each; members are added."""
     name = entry["klass"]
-    after, decodes = seen.e2e - seen.ttft, seen.output > 1
-    per_token = np.where(decodes, 1 / np.maximum(seen.output - 1, 1), 0.0)
-    typical_ttft = tails.typical(seen.ttft, tails.alike(seen.computed))
-    typical_tpot = tails.typical_of(after * per_token, decodes)
-    typical_rest = tails.typical_of(after, ~decodes)
+    views = {"TTFT": (seen.ttft, seen.gap_before), "E2E": (seen.e2e, seen.gap)}
     result = []
-    for metric, values, gap in (
-        ("TTFT", seen.ttft, seen.gap_before),
-        ("E2E", seen.e2e, seen.gap),
+    for row, _everyone, members in tails.compared(
+        name, entry["observer"], seen.times_ns, seen.ttft, seen.e2e, seen.computed, seen.output
     ):
-        row, tail = tails.describe(name, metric, entry["observer"], values, seen.times_ns)
-        assert tail is not None  # the class has MIN_REQUESTS
-        row = replace(row, objectives=tails.objectives(slos, name, metric, values, seen.times_ns))
-        share = tail / tail.sum()
-        before = share - typical_ttft(share)
-        after_weight = np.zeros(len(values))
-        if metric == "E2E":
-            tokens = float((share * np.maximum(seen.output - 1, 0)).sum())
-            after_weight = share - typical_tpot * per_token * tokens - typical_rest * share[~decodes].sum()
-        add_members(trace, "client_members", name, metric, seen.rid, before, after_weight, tail)
+        if row.metric not in views:
+            continue
+        assert members is not None  # the class has MIN_REQUESTS
+        values, gap = views[row.metric]
+        row = replace(row, objectives=tails.objectives(slos, name, row.metric, values, seen.times_ns))
+        tails.add_members(
+            trace, "client_members", name, row.metric, seen.rid, members.before, members.decode, members.tail
+        )
         typical_gap = float(np.median(gap))
         calm = values - np.maximum(gap - typical_gap, 0.0)
         known = {
@@ -292,8 +281,8 @@ def _contrasted(
             "longer": entry["longer"],
             "engine_p99_s": float(np.quantile(values - gap, 0.99)),
             "typical_gap_s": typical_gap,
-            "tail_gap_s": float(gap[tail].mean()),
+            "tail_gap_s": float(gap[members.tail].mean()),
             "calm_p99_s": float(np.quantile(calm, 0.99)),
         }
-        result.append((replace(row, excess_s=float(before @ seen.ttft + after_weight @ after)), known))
+        result.append((row, known))
     return result
