@@ -38,7 +38,7 @@ from tailscope.ranks.compared import write_ranks
 from tailscope.ranks.experts import write_expert_loads
 from tailscope.ranks.transfers import VERDICTS
 from tailscope.schema import TABLES
-from tailscope.store import Trace
+from tailscope.store import Trace, schema_of
 
 #: From this share of failed requests on, the latency of the rest says little about the service.
 FAILED_SHARE = 0.5
@@ -147,7 +147,7 @@ def _register_class_rows(trace: Trace, classes: Sequence[ClassRow]) -> None:
             for row in classes
             if row.metric != "queue" and (row.klass != ALL or row.basis == "histogram" or row.tail_n)
         ],
-        schema=pa.schema(list(columns.items())),
+        schema=schema_of(columns),
     )
     trace.create("class_rows", rows)
     # component_tails: of each component of an excess the class and metric of whose excess it is the largest part.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 import shutil
 import tempfile
@@ -11,8 +12,10 @@ from types import TracebackType
 from typing import Any
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from tailscope.errors import BadInput, UsageError
 from tailscope.layout import visible_parts
@@ -23,6 +26,26 @@ from tailscope.schema import BY_NAME, SCHEMA_VERSION, TABLES, Table
 def schema_of(columns: Mapping[str, pa.DataType]) -> pa.Schema:
     """A schema from names and types, for the rows of `Trace.create` and `Trace.insert`."""
     return pa.schema(list(columns.items()))
+
+
+_OF_ANNOTATION: Mapping[str, pa.DataType] = {
+    "str": pa.string(),
+    "int": pa.int64(),
+    "float": pa.float64(),
+    "list[str]": pa.list_(pa.string()),
+}
+
+
+def schema_of_rows(kind: type[Any]) -> pa.Schema:
+    """The schema of a dataclass's fields, for rows made by `dataclasses.asdict`. Raises KeyError for a type no column has."""
+    return schema_of(
+        {f.name: _OF_ANNOTATION[str(f.type).removesuffix(" | None")] for f in dataclasses.fields(kind)}
+    )
+
+
+def floats(column: Any) -> NDArray[np.float64]:
+    """A column as `fetchnumpy` gives it as float64, NULL as NaN."""
+    return np.asarray(np.ma.filled(np.ma.asarray(column).astype(np.float64), np.nan))
 
 
 class Trace:

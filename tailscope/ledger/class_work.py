@@ -7,16 +7,18 @@ from typing import Any
 import pyarrow as pa
 
 from tailscope.ledger.bills import Ledger
-from tailscope.store import Trace
+from tailscope.store import Trace, schema_of
 
-_SCHEMA: dict[str, pa.DataType] = {
-    "instance": pa.string(),
-    "klass": pa.string(),
-    "prefill_s": pa.float64(),
-    "busy_s": pa.float64(),
-    "span_s": pa.float64(),
-    "engines": pa.int64(),
-}
+_SCHEMA = schema_of(
+    {
+        "instance": pa.string(),
+        "klass": pa.string(),
+        "prefill_s": pa.float64(),
+        "busy_s": pa.float64(),
+        "span_s": pa.float64(),
+        "engines": pa.int64(),
+    }
+)
 
 
 def write_class_work(trace: Trace, ledger: Ledger) -> None:
@@ -33,5 +35,4 @@ def write_class_work(trace: Trace, ledger: Ledger) -> None:
             row["busy_s"] += busy
             row["span_s"] = max(row["span_s"], span)
             row["engines"] += 1
-    schema = pa.schema(list(_SCHEMA.items()))
-    trace.create("class_work", pa.Table.from_pylist(list(rows.values()), schema=schema))
+    trace.create("class_work", pa.Table.from_pylist(list(rows.values()), schema=_SCHEMA))

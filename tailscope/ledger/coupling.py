@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tailscope import stats
 from tailscope.ledger.tails import MIN_REQUESTS
 from tailscope.stats import Floats, Ints
-from tailscope.store import Trace
+from tailscope.store import Trace, schema_of_rows
 
 #: A request counts as coupled to a class when its steps held at least this much of the class's prefill.
 COUPLED_NS = 1_000_000
@@ -65,24 +65,9 @@ def write_coupling(trace: Trace) -> None:
         for culprit in victims:
             if culprit["size"] and victim["size"] and culprit["size"] >= MIN_SIZE_RATIO * victim["size"]:
                 rows.append(_test(trace, victim, culprit))
-    schema = pa.schema(
-        [
-            (
-                name,
-                pa.string()
-                if name in ("victim", "culprit")
-                else pa.float64()
-                if _is_float(name)
-                else pa.int64(),
-            )
-            for name in Coupling.__dataclass_fields__
-        ]
+    trace.create(
+        "coupling", pa.Table.from_pylist([asdict(row) for row in rows], schema=schema_of_rows(Coupling))
     )
-    trace.create("coupling", pa.Table.from_pylist([asdict(row) for row in rows], schema=schema))
-
-
-def _is_float(name: str) -> bool:
-    return name.endswith(("_s", "_value", "_eff", "_ratio"))
 
 
 def _test(trace: Trace, victim: dict[str, Any], culprit: dict[str, Any]) -> Coupling:

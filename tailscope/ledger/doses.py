@@ -8,7 +8,6 @@ has; `chunks` the step of each engine that prefill made longest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -18,7 +17,7 @@ from tailscope import stats
 from tailscope.ledger.bills import Ledger
 from tailscope.ledger.coupling import MAX_VICTIMS, own_window_ns
 from tailscope.stats import Floats, Ints
-from tailscope.store import Trace
+from tailscope.store import Trace, schema_of, schema_of_rows
 
 #: Fewer requests in a group have no median to speak of.
 LEAST = 5
@@ -53,9 +52,14 @@ class Dose:
     other_s: float | None
 
 
-_TYPES: dict[str, pa.DataType] = {"str": pa.string(), "int": pa.int64()}
-_SCHEMA = pa.schema(
-    [(name, _TYPES.get(str(f.type), pa.float64())) for name, f in Dose.__dataclass_fields__.items()]
+_CHUNKS = schema_of(
+    {
+        "instance": pa.string(),
+        "engine": pa.int64(),
+        "tokens": pa.float64(),
+        "base_s": pa.float64(),
+        "prefill_s": pa.float64(),
+    }
 )
 
 
@@ -65,7 +69,7 @@ def write_doses(trace: Trace, ledger: Ledger) -> None:
         _dose(trace, ledger, row["victim"], row["culprit"])
         for row in trace.rows("SELECT victim, culprit FROM coupling ORDER BY victim, culprit")
     ]
-    trace.create("doses", pa.Table.from_pylist([asdict(row) for row in rows], schema=_SCHEMA))
+    trace.create("doses", pa.Table.from_pylist([asdict(row) for row in rows], schema=schema_of_rows(Dose)))
     trace.create("chunks", _chunks(ledger))
 
 
@@ -195,8 +199,4 @@ def _chunks(ledger: Ledger) -> pa.Table:
                 "prefill_s": float(prefill[k]),
             }
         )
-    columns: Sequence[tuple[str, pa.DataType]] = (
-        ("instance", pa.string()), ("engine", pa.int64()), ("tokens", pa.float64()), ("base_s", pa.float64()),
-        ("prefill_s", pa.float64()),
-    )  # fmt: skip
-    return pa.Table.from_pylist(rows, schema=pa.schema(list(columns)))
+    return pa.Table.from_pylist(rows, schema=_CHUNKS)

@@ -5,6 +5,8 @@ All sums are in seconds. Steps are tiled without overlap; time in no tile is idl
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -113,6 +115,12 @@ class EngineTime:
         #: Each class's share of the time, by the KV tokens and by the slots that its running requests hold.
         self.held_by = self._shares(prefills, culprits, np.nan_to_num(prefills.held_tokens), tile)
         self.slots_by = self._shares(prefills, culprits, np.ones(len(prefills.scheduled_ns)), tile)
+
+    @cached_property
+    def usual_step_s(self) -> float | None:
+        """Seconds of the median step; None where none takes any time."""
+        tiles = np.diff(self.busy)
+        return float(np.median(tiles[tiles > 0])) if (tiles > 0).any() else None
 
     def at(self, sums: Floats, place: Place) -> Floats:
         """The prefix sum up to each instant, linear inside a step."""

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from tailscope.stats import Floats, Ints
-from tailscope.store import Trace
+from tailscope.store import Trace, schema_of
 
 #: The front end may tell of an end, or have told of an arrival, by so much beside the engine's own time.
 SLACK_NS = 10_000_000
@@ -33,7 +33,7 @@ _FIELDS: dict[str, pa.DataType] = {
     "first_ns": pa.int64(),
     "last_ns": pa.int64(),
 }
-_HIDDEN = pa.schema(list(_FIELDS.items()))
+_HIDDEN = schema_of(_FIELDS)
 
 
 def write_hidden(trace: Trace) -> None:

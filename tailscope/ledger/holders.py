@@ -226,10 +226,9 @@ def _write_held(trace: Trace, time: EngineTime, stays: Stays, levels: int) -> No
 
 def _lead_ns(time: EngineTime | None) -> int:
     """How far ahead of its start a batch may be made: what comes meanwhile cannot be in it."""
-    if time is None:
+    if time is None or time.usual_step_s is None:
         return LEAD_NS
-    tiles = np.diff(time.busy)
-    return int(2e9 * float(np.median(tiles[tiles > 0]))) if (tiles > 0).any() else LEAD_NS
+    return int(2e9 * time.usual_step_s)
 
 
 def _write_overtaken(trace: Trace, slack: int, stays: Stays, levels: int) -> None:

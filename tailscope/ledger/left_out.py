@@ -19,7 +19,7 @@ from tailscope.ledger.bills import Ledger
 from tailscope.ledger.engine_time import BUDGET_FULL, EngineTime
 from tailscope.ledger.steps import Place
 from tailscope.stats import Floats, Ints, prefix_sums
-from tailscope.store import Trace, schema_of
+from tailscope.store import Trace, floats, schema_of
 
 #: Fewer steps without a token than so many are a batch made ahead, or the edge of a step.
 MIN_STEPS = 8
@@ -112,9 +112,7 @@ def _load(trace: Trace, instance: str, engine: int | None) -> Answers:
         {"instance": instance, "engine": engine},
     ).fetchnumpy()
     arrays: dict[str, Any] = {
-        name: np.ma.filled(np.ma.asarray(values, np.float64), np.nan)
-        if name in ("tokens", "preemptions")
-        else np.asarray(values, np.int64)
+        name: floats(values) if name in ("tokens", "preemptions") else np.asarray(values, np.int64)
         for name, values in columns.items()
     }
     return Answers(**arrays)
@@ -126,9 +124,7 @@ def _uncertain_steps(trace: Trace, instance: str, engine: int | None, time: Engi
         "SELECT median(time_error_ns) AS error_ns FROM steps WHERE instance = $instance AND engine IS NOT DISTINCT FROM $engine",
         {"instance": instance, "engine": engine},
     )
-    tiles = np.diff(time.busy)
-    usual = float(np.median(tiles[tiles > 0])) if (tiles > 0).any() else np.inf
-    return 2e-9 * (row["error_ns"] or 0) / usual
+    return 2e-9 * (row["error_ns"] or 0) / (time.usual_step_s or np.inf)
 
 
 def _write_inferred(trace: Trace, time: EngineTime, a: Answers, least: float) -> None:

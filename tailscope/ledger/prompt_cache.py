@@ -17,7 +17,7 @@ from scipy.special import bdtr
 
 from tailscope.ledger.bills import Ledger
 from tailscope.stats import Floats, Ints
-from tailscope.store import Trace, schema_of
+from tailscope.store import Trace, floats, schema_of
 
 #: Requests of a block, and most blocks of a group: shares of fewer say little, and more blocks are shorter than an episode.
 BLOCK, MOST_BLOCKS = 40, 60
@@ -154,9 +154,7 @@ def _load(trace: Trace, instance: str, tenant: str | None, klass: str) -> Group:
         {"instance": instance, "tenant": tenant, "klass": klass},
     ).fetchnumpy()
     arrays: dict[str, Any] = {
-        name: np.asarray(values, np.int64)
-        if name in ("rid", "arrival_ns")
-        else np.ma.filled(np.ma.asarray(values, np.float64), np.nan)
+        name: np.asarray(values, np.int64) if name in ("rid", "arrival_ns") else floats(values)
         for name, values in columns.items()
     }
     return Group(**arrays)

@@ -18,7 +18,7 @@ from scipy.special import stdtr
 
 from tailscope import stats
 from tailscope.stats import Floats, Ints
-from tailscope.store import Trace
+from tailscope.store import Trace, schema_of
 
 #: A replica of fewer requests, or a class with fewer on either side, is not compared.
 MIN_REQUESTS = 20
@@ -28,7 +28,6 @@ BLOCKS, BLOCK_NS, LEAST_BLOCKS = 20, 2_000_000_000, 8
 INDEPENDENT = 0.5
 #: Steps that two replicas must have in like batches before their pace is compared.
 MIN_STEPS = 200
-METRICS = ("TTFT", "TPOT", "E2E")
 
 _OF_REPLICA: dict[str, pa.DataType] = {
     "instance": pa.string(),
@@ -58,7 +57,7 @@ _OF_REPLICA: dict[str, pa.DataType] = {
     "first_ns": pa.int64(),
     "last_ns": pa.int64(),
 }
-_REPLICAS = pa.schema(list(_OF_REPLICA.items()))
+_REPLICAS = schema_of(_OF_REPLICA)
 _OF_TAIL: dict[str, pa.DataType] = {
     "instance": pa.string(),
     "engine": pa.int64(),
@@ -69,7 +68,7 @@ _OF_TAIL: dict[str, pa.DataType] = {
     "p99_s": pa.float64(),
     "peers_p99_s": pa.float64(),
 }
-_TAILS = pa.schema(list(_OF_TAIL.items()))
+_TAILS = schema_of(_OF_TAIL)
 _LOADED = """
 SELECT rid, dense_rank() OVER (ORDER BY instance, coalesce(engine, -1)) - 1 AS unit,
        dense_rank() OVER (ORDER BY klass) - 1 AS klass, arrival_ns, ttft_ns / 1e9 AS ttft, e2e_ns / 1e9 AS e2e,

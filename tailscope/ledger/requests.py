@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tailscope.ledger.recompute import recomputed, steps_of_preemptions
 from tailscope.ledger.steps import BLOCKERS, Prefills, Steps
 from tailscope.stats import Floats, Ints
-from tailscope.store import Trace
+from tailscope.store import Trace, floats
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def load_requests(trace: Trace, instance: str, engine: int | None, culprits: tup
     of_name = np.array([index.get(str(name), len(culprits) - 1) for name in names], dtype=np.intp)
     exact = ("rid", "arrival_ns", "ttft_ns", "e2e_ns")
     arrays: dict[str, Any] = {name: np.asarray(columns.pop(name), np.int64) for name in exact}
-    arrays |= {name: _floats(values) for name, values in columns.items()}
+    arrays |= {name: floats(values) for name, values in columns.items()}
     return Requests(**arrays, culprit=of_name[inverse] if len(names) else np.empty(0, dtype=np.intp))
 
 
@@ -139,7 +139,7 @@ def load_steps(
     arrays: dict[str, Any] = {
         name: np.asarray(columns.pop(name), np.int64) for name in ("start_ns", "end_ns")
     }
-    arrays |= {name: _floats(values) for name, values in columns.items()}
+    arrays |= {name: floats(values) for name, values in columns.items()}
     again = recomputed(
         arrays["decode_requests"],
         arrays["decode_tokens"],
@@ -149,10 +149,3 @@ def load_steps(
     )
     arrays["epoch"] = np.nan_to_num(arrays["epoch"])
     return Steps(**arrays, recompute_tokens=again, own=np.ones(len(again)))
-
-
-def _floats(values: Any) -> Floats:
-    """A DuckDB column as float64, NULL as NaN."""
-    if isinstance(values, np.ma.MaskedArray):
-        return np.asarray(np.ma.filled(values.astype(np.float64), np.nan))
-    return np.asarray(values, np.float64)

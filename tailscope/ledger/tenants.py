@@ -18,7 +18,7 @@ from tailscope.ledger.bills import Ledger
 from tailscope.ledger.tails import MIN_REQUESTS, compared, per_token
 from tailscope.ledger.tenant_parts import GAP_KINDS, KINDS, Parts, divided
 from tailscope.stats import Floats, Ints
-from tailscope.store import Trace
+from tailscope.store import Trace, schema_of_rows
 
 #: Tenants that are told apart: those with most tokens; the rest count together.
 MOST = 7
@@ -84,28 +84,12 @@ class Blame:
     last_ns: int
 
 
-_TYPES: dict[str, pa.DataType] = {
-    "str": pa.string(),
-    "int": pa.int64(),
-    "list[str]": pa.list_(pa.string()),
-}
-
-
-def _schema(row: type[TenantRow] | type[Blame]) -> pa.Schema:
-    return pa.schema(
-        [
-            (name, _TYPES.get(str(f.type).removesuffix(" | None"), pa.float64()))
-            for name, f in row.__dataclass_fields__.items()
-        ]
-    )
-
-
 def write_tenants(trace: Trace, ledger: Ledger) -> None:
     """Fill `tenants` and `tenant_blame`. After bills and contrast."""
     names = _names(trace)
     load = _Load.of(trace) if len(names) > 1 else None
     rows = [] if load is None else _in_flight(load, names)
-    trace.create("tenants", pa.Table.from_pylist([asdict(r) for r in rows], schema=_schema(TenantRow)))
+    trace.create("tenants", pa.Table.from_pylist([asdict(r) for r in rows], schema=schema_of_rows(TenantRow)))
     blame: list[Blame] = []
     if load is not None and ledger.times:
         trace.connection.execute(_GAPS)
@@ -114,7 +98,9 @@ def write_tenants(trace: Trace, ledger: Ledger) -> None:
         suspects, of_class = _suspects(trace, load, parts, names)
         blame += _by_requests(trace, load, parts, names, suspects, of_class)
         blame += _by_gaps(trace, of_gaps, names, suspects)
-    trace.create("tenant_blame", pa.Table.from_pylist([asdict(r) for r in blame], schema=_schema(Blame)))
+    trace.create(
+        "tenant_blame", pa.Table.from_pylist([asdict(r) for r in blame], schema=schema_of_rows(Blame))
+    )
 
 
 #: The token gaps that were billed, with whose they are.

@@ -19,7 +19,7 @@ from tailscope.ledger import tails
 from tailscope.ledger.tails import MIN_REQUESTS
 from tailscope.model import ClassRow
 from tailscope.stats import Floats, Ints
-from tailscope.store import Trace
+from tailscope.store import Trace, floats, schema_of
 
 #: What lies between client and engine; the first where no gateway's view says which of the others it is.
 UPSTREAM = ("upstream", "network", "gateway")
@@ -128,7 +128,7 @@ _FIELDS: dict[str, pa.DataType] = {
     "at_most_share": pa.float64(),
     "way_in_share": pa.float64(),
 }
-_ROWS = pa.schema(list(_FIELDS.items()))
+_ROWS = schema_of(_FIELDS)
 
 
 @dataclass(frozen=True)
@@ -245,15 +245,11 @@ def _load(trace: Trace, klass: str, observer: str) -> _Class:
         before + after,
         np.asarray(columns["gap_before"]) / 1e9,
         np.asarray(columns["gap"]) / 1e9,
-        _floats(columns["way_in"]),
-        _floats(columns["clock_error"]),
+        floats(columns["way_in"]),
+        floats(columns["clock_error"]),
         np.asarray(columns["computed"], np.float64),
         np.asarray(columns["output"], np.float64),
     )
-
-
-def _floats(values: Any) -> Floats:
-    return np.asarray(np.ma.filled(np.ma.asarray(values, np.float64), np.nan))
 
 
 def _contrasted(
