@@ -22,7 +22,7 @@ from tailscope.ledger.own_prefill import OwnPrefill, Work
 from tailscope.ledger.recompute import write_told
 from tailscope.ledger.requests import Requests, culprit_classes, load_requests, load_steps
 from tailscope.ledger.stalls import MIN_STALL_STEPS, Gaps, Stalls, by_holder, load_gaps, resumption_ns
-from tailscope.ledger.steps import Limits, Place, Prefills
+from tailscope.ledger.steps import Limits, Place, Prefills, Steps
 from tailscope.model import ClassRow
 from tailscope.stats import Floats, Ints
 from tailscope.store import Trace
@@ -228,8 +228,8 @@ def _bookings(
     def held(by: list[Floats]) -> list[Floats]:
         return [time.between(sums, queued, scheduled) for sums in by]
 
-    # The engine reads its input between steps: what lasts longer than those in work is the front end's.
-    handed = Place(time.steps, np.maximum(instants[0], time.steps.start_ns[in_work(queued)]))
+    # What lasts longer than the steps in work is the front end's.
+    handed = handed_over(time.steps, r.arrival_ns, queued)
     waiting: Parts = {
         ("step_wait", None): time.between(time.base, handed, queued),
         ("unexplained", None): time.between(time.unexplained, handed, queued),
@@ -290,10 +290,11 @@ def _bookings(
     ]
 
 
-def in_work(queued: Place) -> NDArray[np.intp]:
-    """The first of the steps that a request can have waited for before it was read: the one that ended then, or with
-    asynchronous scheduling the one before it."""
-    return np.asarray(np.maximum(queued.boundary() - 2, 0))
+def handed_over(steps: Steps, arrival_ns: Ints, queued: Place) -> Place:
+    """From when on the engine can have had a request's input, which it reads between steps: from its arrival, but no earlier
+    than the start of the step that ended as it was queued, or with asynchronous scheduling of the one before that."""
+    first = np.maximum(queued.boundary() - 2, 0)
+    return Place(steps, np.maximum(arrival_ns, steps.start_ns[first]))
 
 
 def _losses(time: EngineTime) -> dict[str, Floats]:

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from tailscope.ledger.bills import Ledger
+from tailscope.ledger.bills import Ledger, handed_over
 from tailscope.ledger.engine_time import EngineTime
 from tailscope.ledger.own_prefill import OwnPrefill
 from tailscope.ledger.requests import Requests, load_requests
@@ -181,13 +181,13 @@ def _stays(
     time = engine.time
     wait, queue, prefill, decode = requests.phases()
     instants = np.cumsum([requests.arrival_ns, wait, queue, prefill, decode], axis=0)
-    arrived, queued, scheduled, first, last = (Place(time.steps, instant) for instant in instants)
+    queued, scheduled, first, last = (Place(time.steps, instant) for instant in instants[1:])
     own = np.zeros(len(requests.rid))
     own[requests.inside(time.steps)] = weight
     own *= time.between(time.own_rate, scheduled, first)
     queueing, decoding = (queued, scheduled), (first, last)
     spans = {
-        "prefill_before": (arrived, queued),
+        "prefill_before": (handed_over(time.steps, requests.arrival_ns, queued), queued),
         **dict.fromkeys(("budget", "slots", "kv"), queueing),
         "prefill_beside": (scheduled, first),
         **dict.fromkeys(GAP_KINDS, decoding),
