@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tailscope.model import Remedy, Threshold
 
+from . import _tails
 from ._tails import Row
 
 #: `claims` of findings: time spent for want of KV cache is explained once.
@@ -59,7 +60,7 @@ def share(row: Row) -> float:
 
 def part(row: Row, seconds: float) -> float:
     """`seconds` of a row's excess, as a share of it."""
-    return float(min(1.0, max(0.0, seconds / row["excess_s"])))
+    return _tails.share_of(seconds, row["excess_s"])
 
 
 def felt(row: Row, seconds: float, bars: Bars) -> bool:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
+from itertools import groupby
 
 import numpy as np
 
 from tailscope import rhythm
-from tailscope.model import Remedy
+from tailscope.model import Decision, Remedy, Rows, summed_up
 
+from . import _tails
 from ._tails import Row
 
 EPLB_NAME, PROFILER_NAME, JIT_NAME, SLEEP_NAME, UPDATE_NAME = (
@@ -29,6 +31,23 @@ KNOWN = {
     "sleep": SLEEP_NAME,
     "weight update": UPDATE_NAME,
 }
+
+
+def by_lane(rows: Rows, judge: Callable[[Row, Sequence[Row]], Decision], missing: str) -> Decision:
+    """What the long steps of each engine, or of those that step together, say: `judge` gets one's row and its long steps.
+    A row without a step stands for none."""
+    lanes = groupby(rows, key=lambda row: row["lane"])
+    return summed_up([_of_lane(list(lane), judge) for _, lane in lanes], missing)
+
+
+def _of_lane(rows: Sequence[Row], judge: Callable[[Row, Sequence[Row]], Decision]) -> Decision:
+    lane = rows[0]
+    if unknown := _tails.unknown_cost(lane):
+        return unknown
+    steps = [row for row in rows if row["round"] is not None]
+    if not steps:
+        return Decision("clear", f"none of {lane['steps']} steps takes much longer than its batch")
+    return judge(lane, steps)
 
 
 def who_pauses(beside: Iterable[str]) -> set[str]:

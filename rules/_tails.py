@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tailscope.model import Evidence, Party, Severity, Threshold, severity_of
+from tailscope.model import Decision, Evidence, Party, Severity, Threshold, severity_of
 
 Row = Mapping[str, Any]
 
@@ -18,6 +18,11 @@ SHARE = Threshold("share", 0.1, "0-1", "A tenth of the excess: what causes less 
 SLOWDOWN = Threshold(
     "slowdown", 0.1, "x p50", "A tail slower by less than a tenth of the median is not felt."
 )
+
+
+def share_of(seconds: float, excess_s: float) -> float:
+    """What `seconds` of an excess are of it, 0-1."""
+    return float(min(1.0, max(0.0, seconds / excess_s)))
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class Tail:
 
     @property
     def share(self) -> float:
-        return min(1.0, max(0.0, self.seconds / self.excess_s))
+        return share_of(self.seconds, self.excess_s)
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,20 @@ def tails(hurt: Iterable[Sequence[Row] | None], classes: Sequence[Row] | None) -
         if (c["klass"], c["metric"]) in seconds
     ]
     return sorted(found, key=lambda tail: -tail.share)
+
+
+def felt(hurt: Iterable[Tail], share: float, slowdown: float) -> list[Tail]:
+    """Those of which it is a real part that is long enough to be felt."""
+    return [tail for tail in hurt if tail.is_felt(share, slowdown)]
+
+
+def unknown_cost(lane: Row) -> Decision | None:
+    """What is said of engines of which it is not known what their batches take; None where it is."""
+    if lane["usable"] is None:
+        return Decision("no-data", f"{counted(lane['steps'], 'step')}: too few to know what a step takes")
+    if not lane["usable"]:
+        return Decision("inconclusive", "what steps take does not follow their batches")
+    return None
 
 
 def severity(hurt: Sequence[Tail]) -> Severity:

@@ -88,7 +88,7 @@ def judged(groups: Sequence[Row], limits: Mapping[str, float]) -> Finding | None
         hurt = client_tails(groups)
     else:
         hurt = _tails.tails((row["hurt"] for row in groups), groups[0]["classes"])
-    hurt = [tail for tail in hurt if tail.is_felt(limits["share"], limits["slowdown"])]
+    hurt = _tails.felt(hurt, limits["share"], limits["slowdown"])
     # Without steps no bill says what a wait was for, and so none of an excess is this.
     is_known = groups[0]["kind"] == UPSTREAM or is_unowned(groups[0])
     if is_known and not hurt:

@@ -20,12 +20,8 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
 
 def lane_decision(lane: Row, limits: Mapping[str, float]) -> Decision:
     """What an engine, or some that step together, say."""
-    if lane["usable"] is None:
-        return Decision(
-            "no-data", f"{_tails.counted(lane['steps'], 'step')}: too few to know what a step takes"
-        )
-    if not lane["usable"]:
-        return Decision("inconclusive", "what steps take does not follow their batches")
+    if unknown := _tails.unknown_cost(lane):
+        return unknown
     found = lane["found"] or []
     if not found:
         return Decision("clear", "no batch of a new shape takes much longer than it accounts for")
@@ -46,11 +42,8 @@ def lane_decision(lane: Row, limits: Mapping[str, float]) -> Decision:
             if not is_rare
             else f"{len(found)} long step of a new shape: a single one may be anything",
         )
-    hurt = [
-        tail
-        for tail in _tails.tails((step["hurt"] for step in members), lane["classes"])
-        if tail.is_felt(limits["share"], limits["slowdown"])
-    ]
+    tails = _tails.tails((step["hurt"] for step in members), lane["classes"])
+    hurt = _tails.felt(tails, limits["share"], limits["slowdown"])
     what = f"{batches(members)} {why(members, 'a new shape')}" if told or new else "the first batch"
     longest_s = max(step["beyond_s"] for step in members)
     return Decision(

@@ -39,7 +39,7 @@ def usual(row: Row) -> str:
 
 
 def share(row: Row) -> float:
-    return float(min(1.0, max(0.0, row["frontend_s"] / row["excess_s"]))) if row["excess_s"] else 0.0
+    return _tails.share_of(row["frontend_s"], row["excess_s"]) if row["excess_s"] else 0.0
 
 
 def matters(row: Row, limits: Mapping[str, float]) -> bool:

@@ -48,7 +48,7 @@ def judge(rows: Sequence[Mapping[str, Any]], limits: Mapping[str, float]) -> Fin
 
 
 def share(row: Mapping[str, Any]) -> float:
-    return float(min(1.0, max(0.0, row["blamed_s"] / row["excess_s"])))
+    return _tails.share_of(row["blamed_s"], row["excess_s"])
 
 
 def matters(row: Mapping[str, Any], limits: Mapping[str, float]) -> bool:

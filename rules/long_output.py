@@ -51,7 +51,7 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
 
 
 def share(row: Mapping[str, Any]) -> float:
-    return float(min(1.0, max(0.0, row["long_s"] / row["excess_s"])))
+    return _tails.share_of(row["long_s"], row["excess_s"])
 
 
 def is_felt(row: Mapping[str, Any], limits: Mapping[str, float]) -> bool:

@@ -65,7 +65,7 @@ def level(row: Row) -> float:
 
 
 def share(row: Row) -> float:
-    return float(min(1.0, max(0.0, row["blamed_s"] / row["excess_s"])))
+    return _tails.share_of(row["blamed_s"], row["excess_s"])
 
 
 def times(row: Row) -> float:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 
 import numpy as np
 from scipy import stats
 
 from tailscope import outliers
-from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Threshold, summed_up
+from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Threshold
 
 from . import _pauses, _tails
 from ._tails import BEYOND_BATCH, Row
@@ -18,22 +17,11 @@ UNKNOWN = "nothing that is known"
 
 
 def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
-    decisions = [lane_decision(list(lane), limits) for _, lane in groupby(rows, key=lambda r: r["lane"])]
-    return summed_up(decisions, RULE.missing)
+    return _pauses.by_lane(rows, lambda lane, steps: lane_decision(lane, steps, limits), RULE.missing)
 
 
-def lane_decision(rows: Sequence[Row], limits: Mapping[str, float]) -> Decision:
-    """What the long steps of an engine, or of some that step together, say. A row without a step stands for none."""
-    lane = rows[0]
-    if lane["usable"] is None:
-        return Decision(
-            "no-data", f"{_tails.counted(lane['steps'], 'step')}: too few to know what a step takes"
-        )
-    if not lane["usable"]:
-        return Decision("inconclusive", "what steps take does not follow their batches")
-    rows = [row for row in rows if row["round"] is not None]
-    if not rows:
-        return Decision("clear", f"none of {lane['steps']} steps takes much longer than its batch")
+def lane_decision(lane: Row, rows: Sequence[Row], limits: Mapping[str, float]) -> Decision:
+    """What the long steps of an engine, or of some that step together, say."""
     steps = _tails.counted(len(rows), "long step")
     left, others = not_judged_elsewhere(rows, lane, limits)
     if not left:
@@ -53,11 +41,8 @@ def lane_decision(rows: Sequence[Row], limits: Mapping[str, float]) -> Decision:
     for who, stops in by_whom.items():
         # Of a window that was chosen: what nobody of it was there for is none of its pauses.
         members = [row for row in stops if row["requests"] or row["hurt"]]
-        hurt = [
-            tail
-            for tail in _tails.tails((row["hurt"] for row in members), lane["classes"])
-            if tail.is_felt(limits["share"], limits["slowdown"])
-        ]
+        tails = _tails.tails((row["hurt"] for row in members), lane["classes"])
+        hurt = _tails.felt(tails, limits["share"], limits["slowdown"])
         if hurt:
             findings.append(finding(lane, who, members, hurt, test if who == UNKNOWN else None, others))
     lost_s = sum(row["beyond_s"] for members in by_whom.values() for row in members)

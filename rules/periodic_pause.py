@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 
 import numpy as np
 from scipy import stats
 
 from tailscope import rhythm
-from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Threshold, summed_up
+from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Threshold
 
 from . import _pauses, _tails
 from ._tails import BEYOND_BATCH, Row
 
 
 def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
-    decisions = [lane_decision(list(lane), limits) for _, lane in groupby(rows, key=lambda r: r["lane"])]
-    return summed_up(decisions, RULE.missing)
+    return _pauses.by_lane(rows, lambda lane, steps: lane_decision(lane, steps, limits), RULE.missing)
 
 
-def lane_decision(rows: Sequence[Row], limits: Mapping[str, float]) -> Decision:
-    """What the long steps of an engine, or of some that step together, say. A row without a step stands for none."""
-    lane = rows[0]
-    if lane["usable"] is None:
-        return Decision(
-            "no-data", f"{_tails.counted(lane['steps'], 'step')}: too few to know what a step takes"
-        )
-    if not lane["usable"]:
-        return Decision("inconclusive", "what steps take does not follow their batches")
-    rows = [row for row in rows if row["round"] is not None]
-    if not rows:
-        return Decision("clear", f"none of {lane['steps']} steps takes much longer than its batch")
+def lane_decision(lane: Row, rows: Sequence[Row], limits: Mapping[str, float]) -> Decision:
+    """What the long steps of an engine, or of some that step together, say."""
     steps = _tails.counted(len(rows), "long step")
     found, clock = _pauses.best_rhythm(rows)
     if found is None:
@@ -46,8 +34,8 @@ def lane_decision(rows: Sequence[Row], limits: Mapping[str, float]) -> Decision:
     if period_steps < limits["apart"]:
         return Decision("clear", f"{steps}, {every}: that often it is what batches are like")
     lost_s = sum(row["beyond_s"] for row in members)
-    hurt = _tails.tails((row["hurt"] for row in members), lane["classes"])
-    hurt = [tail for tail in hurt if tail.is_felt(limits["share"], limits["slowdown"])]
+    tails = _tails.tails((row["hurt"] for row in members), lane["classes"])
+    hurt = _tails.felt(tails, limits["share"], limits["slowdown"])
     if not hurt and lost_s < limits["cost"] * lane["busy_s"]:
         return Decision(
             "clear", f"pauses {every}, but they cost no tail and {lost_s / lane['busy_s']:.2%} of the time"

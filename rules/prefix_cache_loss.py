@@ -70,7 +70,7 @@ def excess(row: Row) -> float:
 
 
 def share(row: Row) -> float:
-    return float(min(1.0, max(0.0, row["lost_s"] / excess(row))))
+    return _tails.share_of(row["lost_s"], excess(row))
 
 
 def is_felt(row: Row, limits: Mapping[str, float]) -> bool:

@@ -43,7 +43,7 @@ def quiet(rows: Sequence[Row]) -> str:
 
 
 def share(row: Row) -> float:
-    return float(min(1.0, max(0.0, row["inverted_s"] / row["excess_s"])))
+    return _tails.share_of(row["inverted_s"], row["excess_s"])
 
 
 def is_felt(row: Row, limits: Mapping[str, float]) -> bool:

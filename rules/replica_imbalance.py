@@ -48,7 +48,7 @@ def is_behind(row: Row, limits: Mapping[str, float]) -> bool:
 
 
 def share(row: Row) -> float:
-    return float(min(1.0, max(0.0, row["lost_s"] / row["excess_s"])))
+    return _tails.share_of(row["lost_s"], row["excess_s"])
 
 
 def felt(rows: Sequence[Row], limits: Mapping[str, float]) -> list[Row]:

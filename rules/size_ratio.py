@@ -40,7 +40,7 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
 
 
 def share(row: Row) -> float:
-    return float(min(1.0, max(0.0, row["blamed_s"] / row["excess_s"])))
+    return _tails.share_of(row["blamed_s"], row["excess_s"])
 
 
 def matters(row: Row, limits: Mapping[str, float]) -> bool:

@@ -42,7 +42,7 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
 
 
 def share(row: Row, seconds: str = "out_s") -> float:
-    return float(min(1.0, max(0.0, row[seconds] / row["excess_s"])))
+    return _tails.share_of(row[seconds], row["excess_s"])
 
 
 def is_felt(row: Row, seconds: str, limits: Mapping[str, float]) -> bool:

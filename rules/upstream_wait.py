@@ -46,7 +46,7 @@ def seconds(row: Row) -> float:
 
 
 def share(row: Row) -> float:
-    return float(min(1.0, max(0.0, seconds(row) / row["excess_s"]))) if row["excess_s"] else 0.0
+    return _tails.share_of(seconds(row), row["excess_s"]) if row["excess_s"] else 0.0
 
 
 def matters(row: Row, limits: Mapping[str, float]) -> bool:
