@@ -21,7 +21,7 @@ import rank_page
 import rank_score
 from rank_families import FAMILIES, OFFSETS_MS
 from rank_play import play
-from suite import Job, run_job
+from suite import REPORTS_FROM, Job, run_job
 
 ROOT = Path(__file__).parents[2]
 STORED, PAGE = ROOT / "docs" / "accuracy-ranks.json", ROOT / "docs" / "accuracy-ranks.md"
@@ -34,7 +34,7 @@ LISTED = 10
 
 
 def jobs(worlds: int, files: int, odd: bool, families: list[str]) -> Iterator[Job]:
-    first = 1 if odd else 0
+    first = 1 if odd else REPORTS_FROM
     for number in range(worlds + files):
         via = "tables" if number < worlds else "files"
         for family in FAMILIES:
