@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from tailscope.errors import BadInput
 from tailscope.source import Source, Tally
 
 from ._otlp_span import DATA_POINT, LOG_RECORD, NOT_OTLP, Span
@@ -130,28 +131,49 @@ def read_json(source: Source, wanted: Collection[str]) -> Iterator[Span]:
             if request is None:
                 tally.reject(NOT_OTLP, where)
                 continue
-            for resource_spans in _objects(request, SPANS, tally, where):
-                resource = {}
-                if isinstance(owner := resource_spans.get("resource"), dict):
-                    resource = _attributes(owner, wanted, tally, where)
-                elif owner is not None:
-                    tally.blank(WRONG_TYPE, where)
-                for scope in _objects(resource_spans, SCOPE_SPANS, tally, where):
-                    for span in _objects(scope, ("spans",), tally, where):
-                        number += 1
-                        status = span.get("status")
-                        yield Span(
-                            number,
-                            span.get("name"),
-                            _hex_id(span.get("traceId") or span.get("trace_id"), 16),
-                            _hex_id(span.get("spanId") or span.get("span_id"), 8),
-                            span.get("startTimeUnixNano") or span.get("start_time_unix_nano"),
-                            span.get("endTimeUnixNano") or span.get("end_time_unix_nano"),
-                            isinstance(status, dict) and status.get("code") in ERROR_CODES,
-                            _attributes(span, wanted, tally, where),
-                            resource,
-                        )
+            for span in _spans(request, wanted, tally, where, number):
+                number = span.number
+                yield span
             _skip_others(request, tally, where)
+
+
+def spans_of_json(message: bytes, wanted: Collection[str], tally: Tally) -> Iterator[Span]:
+    """Spans of one whole request. Raises BadInput where it is none."""
+    try:
+        request = _load(message)
+    except _NotJsonError as error:
+        raise BadInput(f"{NOT_JSON} ({error})") from error
+    # Fields that are not known are ignored, as the protocol says; those of another signal are a wrong address.
+    if not isinstance(request, dict) or not request.keys().isdisjoint(LOGS + METRICS):
+        raise BadInput("not an OTLP request for spans")
+    yield from _spans(request, wanted, tally, "", 0)
+
+
+def _spans(
+    request: Mapping[str, Any], wanted: Collection[str], tally: Tally, where: str, number: int
+) -> Iterator[Span]:
+    """Spans of a request, numbered on from `number`."""
+    for resource_spans in _objects(request, SPANS, tally, where):
+        resource = {}
+        if isinstance(owner := resource_spans.get("resource"), dict):
+            resource = _attributes(owner, wanted, tally, where)
+        elif owner is not None:
+            tally.blank(WRONG_TYPE, where)
+        for scope in _objects(resource_spans, SCOPE_SPANS, tally, where):
+            for span in _objects(scope, ("spans",), tally, where):
+                number += 1
+                status = span.get("status")
+                yield Span(
+                    number,
+                    span.get("name"),
+                    _hex_id(span.get("traceId") or span.get("trace_id"), 16),
+                    _hex_id(span.get("spanId") or span.get("span_id"), 8),
+                    span.get("startTimeUnixNano") or span.get("start_time_unix_nano"),
+                    span.get("endTimeUnixNano") or span.get("end_time_unix_nano"),
+                    isinstance(status, dict) and status.get("code") in ERROR_CODES,
+                    _attributes(span, wanted, tally, where),
+                    resource,
+                )
 
 
 def _skip_others(request: Mapping[str, Any], tally: Tally, where: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from google.protobuf.message import DecodeError
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord
 from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
@@ -17,6 +18,7 @@ from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanMessage
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
+from tailscope.errors import BadInput
 from tailscope.source import Source, Tally
 
 from ._otlp_span import DATA_POINT, LOG_RECORD, Span
@@ -90,17 +92,36 @@ def read_protobuf(source: Source, framing: Framing, wanted: Collection[str]) -> 
                 except DecodeError:
                     source.tally.reject("protobuf span is damaged", f"span {number}")
                     continue
-                yield Span(
-                    number,
-                    span.name,
-                    _hex_id(span.trace_id),
-                    _hex_id(span.span_id),
-                    span.start_time_unix_nano,
-                    span.end_time_unix_nano,
-                    span.status.code == Status.STATUS_CODE_ERROR,
-                    _attributes(span, wanted),
-                    resource,
-                )
+                yield _span(number, span, wanted, resource)
+
+
+def spans_of_protobuf(message: bytes, wanted: Collection[str], tally: Tally) -> Iterator[Span]:
+    """Spans of one whole request for spans. Raises BadInput where it is none."""
+    try:
+        request = ExportTraceServiceRequest.FromString(message)
+    except DecodeError as error:
+        raise BadInput("not an OTLP request for spans") from error
+    number = 0
+    for of_resource in request.resource_spans:
+        resource = _attributes(of_resource.resource, wanted)
+        for scope in of_resource.scope_spans:
+            for span in scope.spans:
+                number += 1
+                yield _span(number, span, wanted, resource)
+
+
+def _span(number: int, span: SpanMessage, wanted: Collection[str], resource: Mapping[str, Any]) -> Span:
+    return Span(
+        number,
+        span.name,
+        _hex_id(span.trace_id),
+        _hex_id(span.span_id),
+        span.start_time_unix_nano,
+        span.end_time_unix_nano,
+        span.status.code == Status.STATUS_CODE_ERROR,
+        _attributes(span, wanted),
+        resource,
+    )
 
 
 def _delimited(source: Source) -> Iterator[tuple[bytes, bool]]:

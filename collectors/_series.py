@@ -173,7 +173,7 @@ class SampleWriter:
         self._series, self._labels, self._rows = [], [], []
 
     def finish(self) -> Iterator[tuple[Table, pa.Table]]:
-        """The rest, and what a reader must know of all of it."""
+        """The rest, and what a reader must know of all since the last call."""
         yield from self.take()
         if self._unchanged:
             self._tally.skip("sample unchanged since the last scrape", self._unchanged)
@@ -182,6 +182,7 @@ class SampleWriter:
                 f"{self._fell} counter and histogram series went down between two scrapes, "
                 "as they do when a server restarts"
             )
+        self._unchanged = self._fell = 0
 
 
 def _fell(series: Series, value: float | None, counts: Sequence[float] | None) -> bool:

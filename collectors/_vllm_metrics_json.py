@@ -43,7 +43,7 @@ def read_json(source: Source) -> Iterator[tuple[Table, pa.Table]]:
             families.know(result.name)
             if result.name.endswith("_bucket") and "le" in result.labels:
                 families.infer(result.name)
-    reader = Reader(source, families)
+    reader = Reader(families, source.options, source.tally)
     # The series of a histogram are read together, so that only one histogram is held at a time.
     groups: dict[int, list[tuple[Target, _Result]]] = {}
     for result in results:

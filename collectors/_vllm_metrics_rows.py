@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tailscope.errors import BadInput
 from tailscope.schema import Table
-from tailscope.source import Source
+from tailscope.source import Options, Tally
 
 from ._ids import stored_request_id
 from ._metric_names import CLIENT_LABELS, CONCEPT_OF, RAY_PREFIXES, RENAMED, RUNTIME_PREFIXES
@@ -127,10 +127,10 @@ class Families:
 class Reader:
     """Takes samples, scrape by scrape, and hands rows to a SampleWriter."""
 
-    def __init__(self, source: Source, families: Families) -> None:
-        self.tally, self.families = source.tally, families
-        self.writer = SampleWriter(source.tally)
-        self._hash_ids = source.options.hash_ids
+    def __init__(self, families: Families, options: Options, tally: Tally) -> None:
+        self.tally, self.families = tally, families
+        self.writer = SampleWriter(tally)
+        self._hash_ids = options.hash_ids
         self._open: dict[tuple[int, int | None], _Histogram] = {}
 
     def target(self, name: str, labels: Mapping[str, str]) -> Target:

@@ -11,13 +11,13 @@ that the parser sees each distinct text before the numbers once, alone: a line i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pyarrow as pa
 from prometheus_client.parser import text_string_to_metric_families
 
 from tailscope.schema import Table
-from tailscope.source import CHUNK, INT64_MAX, Source, Tally
+from tailscope.source import CHUNK, INT64_MAX, Options, Source, Tally
 
 from ._vllm_metrics_rows import BAD_TIME, MAX_NAMES, Families, Foreign, Reader, Target, Unusable
 
@@ -41,65 +41,110 @@ BAD_LINE = "line is not a sample"
 def read_text(source: Source) -> Iterator[tuple[Table, pa.Table]]:
     tally = source.tally
     families, marked = _look_ahead(source)
-    reader = Reader(source, families)
-    writer = reader.writer
-    remembered: dict[bytes, Target | str] = {}
-    declared: set[bytes] = set()
-    page, failed = 0, False
+    samples = _Samples(families, source.options, tally)
     page_time = source.modified_ns if source.modified_ns > 0 and not marked else None
+    failed = False
     for number, line, whole in _lines(source, tally):
-        if line.startswith(b"#"):
-            if line.startswith(_MARK):
-                reader.end_page()
-                page += 1
-                page_time, failed = _mark(line, number, tally)
-            elif line.startswith(b"# TYPE") and line not in declared:
-                try:
-                    families.declare(line)
-                    if len(declared) < MAX_NAMES:
-                        declared.add(line)
-                except ValueError:
-                    tally.reject("TYPE line cannot be read", f"line {number}")
-            continue
-        if failed:
+        if line.startswith(_MARK):
+            samples.end_page()
+            page_time, failed = _mark(line, number, tally)
+        elif failed and not line.startswith(b"#"):
             continue  # what a failed scrape returned instead of samples; counted with its mark
-        if not whole:
+        elif not (whole or line.startswith(b"#")):
             tally.reject("last line is cut off", f"line {number}")
-            continue
+        else:
+            own_time = samples.take(line, page_time, f"line {number}", timed=not marked)
+            if not (marked or own_time):
+                tally.note("time of the scrape is the file's modification time")
+            if samples.reader.writer.full:
+                yield from samples.reader.writer.take()
+    samples.end_page()
+    yield from samples.reader.finish()
+
+
+class Pages:
+    """The pages of one server, scraped again and again; what is known of one makes the next one cheap."""
+
+    def __init__(self, options: Options, tally: Tally) -> None:
+        self._samples = _Samples(Families(), options, tally)
+
+    def read(self, page: bytes, time_ns: int) -> Iterator[tuple[Table, pa.Table]]:
+        """Rows of a page that was scraped at `time_ns`. What cannot be used is counted in the tally."""
+        samples, tally = self._samples, self._samples.reader.tally
+        *lines, last = page.split(b"\n")
+        if samples.is_new:
+            _declare(lines, samples.reader.families)
+        for number, line in enumerate(lines, 1):
+            if len(line) > MAX_LINE:
+                tally.reject("line longer than 16 KiB", f"line {number}")
+            elif line := line.strip():
+                samples.take(line, time_ns, f"line {number}", timed=True)
+        if last.strip():
+            tally.reject("last line is cut off", f"line {len(lines) + 1}")
+        samples.end_page()
+        yield from samples.reader.writer.finish()
+
+
+class _Samples:
+    """Lines to samples of a Reader."""
+
+    def __init__(self, families: Families, options: Options, tally: Tally) -> None:
+        self.reader = Reader(families, options, tally)
+        self._remembered: dict[bytes, Target | str] = {}
+        self._declared: set[bytes] = set()
+        self._page = 0
+
+    @property
+    def is_new(self) -> bool:
+        return not self._remembered
+
+    def end_page(self) -> None:
+        self.reader.end_page()
+        self._page += 1
+
+    def take(self, line: bytes, page_time: int | None, where: str, timed: bool) -> bool:
+        """Take a line of a page; without a time its own page has, where `timed`, a sample may have none either. Says whether
+        the sample had a time of its own."""
+        reader, tally = self.reader, self.reader.tally
+        if line.startswith(b"#"):
+            if line.startswith(b"# TYPE") and line not in self._declared:
+                try:
+                    reader.families.declare(line)
+                    if len(self._declared) < MAX_NAMES:
+                        self._declared.add(line)
+                except ValueError:
+                    tally.reject("TYPE line cannot be read", where)
+            return True
         text, fields = _split(line)
-        target = remembered.get(text)
+        target = self._remembered.get(text)
         if target is None:
             try:
                 target = _resolve(text, reader)
             except Foreign as why:
                 target = str(why)
             except Unusable as why:
-                tally.reject(str(why), f"line {number}")
-                continue
-            if len(remembered) >= MAX_REMEMBERED:
-                remembered.clear()
-            remembered[text] = target
+                tally.reject(str(why), where)
+                return True
+            if len(self._remembered) >= MAX_REMEMBERED:
+                self._remembered.clear()
+            self._remembered[text] = target
         if isinstance(target, str):
             tally.skip(target)
-            continue
+            return True
         try:
             value = _number(fields[0])
             time_ns = page_time if len(fields) == 1 else _timestamp(*fields[1:])
         except (ValueError, IndexError, TypeError):
-            tally.reject(BAD_LINE, f"line {number}")
-            continue
+            tally.reject(BAD_LINE, where)
+            return True
         if len(fields) == 2 and time_ns is None:
-            tally.reject(BAD_TIME, f"line {number}")
-        elif marked and time_ns is None:
-            tally.reject("sample of a scrape without a time", f"line {number}")
+            tally.reject(BAD_TIME, where)
+        elif not timed and time_ns is None:
+            tally.reject("sample of a scrape without a time", where)
         else:
-            if not marked and len(fields) == 1:
-                tally.note("time of the scrape is the file's modification time")
-            reader.add(target, page, time_ns, value, f"line {number}")
-            if writer.full:
-                yield from writer.take()
-    reader.end_page()
-    yield from reader.finish()
+            reader.add(target, self._page, time_ns, value, where)
+            return len(fields) > 1
+        return True
 
 
 def _lines(source: Source, tally: Tally | None) -> Iterator[tuple[int, bytes, bool]]:
@@ -129,13 +174,25 @@ def _look_ahead(source: Source) -> tuple[Families, bool]:
     What a sample is part of, and what it is called, depends on names that may come after it.
     """
     families, marked = Families(), False
+
+    def first_page() -> Iterator[bytes]:
+        nonlocal marked
+        for _, line, _ in _lines(Source(source.path), None):
+            if line.startswith(_MARK):
+                if marked and families.names:
+                    return
+                marked = True
+            yield line
+
+    _declare(first_page(), families)
+    return families, marked
+
+
+def _declare(lines: Iterable[bytes], families: Families) -> None:
+    """Names and types of a page."""
     buckets: set[str] = set()
-    for _, line, _ in _lines(Source(source.path), None):
-        if line.startswith(_MARK):
-            if marked and families.names:
-                break
-            marked = True
-        elif line.startswith(b"# TYPE"):
+    for line in lines:
+        if line.startswith(b"# TYPE"):
             try:
                 families.declare(line)
             except ValueError:
@@ -147,7 +204,6 @@ def _look_ahead(source: Source) -> tuple[Families, bool]:
                 buckets.add(name)
     for name in buckets:
         families.infer(name)
-    return families, marked
 
 
 def _mark(line: bytes, number: int, tally: Tally) -> tuple[int | None, bool]:

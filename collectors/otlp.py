@@ -13,11 +13,11 @@ import pyarrow as pa
 from tailscope.errors import BadInput
 from tailscope.model import request_key
 from tailscope.schema import REQUESTS, Table
-from tailscope.source import INT64_MAX, Source
+from tailscope.source import INT64_MAX, Options, Source, Tally
 
 from ._ids import stored_request_id
-from ._otlp_json import is_otlp_json, read_json
-from ._otlp_protobuf import framing, read_protobuf
+from ._otlp_json import is_otlp_json, read_json, spans_of_json
+from ._otlp_protobuf import framing, read_protobuf, spans_of_protobuf
 from ._otlp_span import NOT_OTLP, Span
 
 BATCH = 50_000
@@ -64,7 +64,7 @@ class Otlp:
         return is_otlp_json(head) or framing(head) is not None
 
     def read(self, source: Source) -> Iterator[tuple[Table, pa.Table]]:
-        mapping = _Mapping(source)
+        mapping = _Mapping(source.options, source.tally)
         spans = _spans(source, mapping.wanted)
         names: Iterable[str] = ()
         rows: list[tuple[Any, ...]] = []
@@ -86,6 +86,16 @@ class Otlp:
             todo = EXPORT if reason == NOT_OTLP else "Copy or export the file again."
             raise BadInput(reason, path=source.display, where=tally.first_seen[reason], todo=todo)
 
+    def receive(
+        self, message: bytes, is_json: bool, options: Options, tally: Tally
+    ) -> Iterator[tuple[Table, pa.Table]]:
+        """Rows of one export request as a receiver gets it. Raises BadInput for one that is not what it claims to be."""
+        mapping = _Mapping(options, tally)
+        read = spans_of_json if is_json else spans_of_protobuf
+        rows = [row for span in read(message, mapping.wanted, tally) if (row := mapping.row(span))]
+        if rows:
+            yield REQUESTS, _table(rows[0].keys(), [tuple(row.values()) for row in rows])
+
 
 def _spans(source: Source, wanted: frozenset[str]) -> Iterator[Span]:
     head = source.head()
@@ -102,12 +112,12 @@ def _table(names: Iterable[str], rows: list[tuple[Any, ...]]) -> pa.Table:
 
 
 class _Mapping:
-    """Spans to rows, by the source's options and into its tally."""
+    """Spans to rows, by options and into a tally."""
 
-    def __init__(self, source: Source) -> None:
-        self.tally = source.tally
-        self.hash_ids = source.options.hash_ids
-        self.attributes = source.options.attributes
+    def __init__(self, options: Options, tally: Tally) -> None:
+        self.tally = tally
+        self.hash_ids = options.hash_ids
+        self.attributes = options.attributes
         self.wanted = ALLOWED.union(filter(None, vars(self.attributes).values()))
         self.without_ids: Counter[tuple[str | None, int]] = Counter()
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from tailscope.schema import METRICS, SERIES, Table
-from tailscope.source import Source
+from tailscope.source import Options, Source, Tally
 
 from ._vllm_metrics_json import read_json
-from ._vllm_metrics_text import read_text
+from ._vllm_metrics_text import Pages, read_text
 
 _TYPES = rb"counter|gauge|histogram|gaugehistogram|summary|untyped|unknown|info|stateset"
 _COMMENT = re.compile(rb'# (?:(?:HELP|UNIT) [a-zA-Z_:"]\S* .|TYPE [a-zA-Z_:"]\S* (?:' + _TYPES + rb")\Z)")
@@ -54,6 +54,9 @@ class VllmMetrics:
 
     def read(self, source: Source) -> Iterator[tuple[Table, pa.Table]]:
         return read_json(source) if _is_json(source.head()) else read_text(source)
+
+    def pages(self, options: Options, tally: Tally) -> Pages:
+        return Pages(options, tally)
 
 
 def _is_json(head: bytes) -> bool:

@@ -398,6 +398,50 @@ def sim(
         print(line)
 
 
+@app.command()
+def serve(
+    config: Annotated[
+        Path, typer.Option("--config", help="Configuration with [serve] (docs/serve.md).")
+    ] = Path("tailscope.toml"),
+) -> None:
+    """Run beside a fleet: receive spans, scrape engines, keep the trace, export metrics by class, say what is found."""
+    from tailscope.live import settings
+    from tailscope.live.server import serve as run
+
+    run(settings.load(config), config, None, _say)
+
+
+@app.command()
+def record(
+    output: Annotated[Path, typer.Option("-o", "--output", help="Trace to write or add to.")] = Path(
+        "trace.parquet"
+    ),
+    scrape: Annotated[
+        list[str] | None,
+        typer.Option(help="Engine to scrape, URL or HOST:PORT; may be given often.", metavar="URL"),
+    ] = None,
+    otlp_grpc: Annotated[
+        str | None, typer.Option("--otlp-grpc", help="Where to take spans by gRPC.", metavar="HOST:PORT")
+    ] = None,
+    otlp_http: Annotated[
+        str | None, typer.Option("--otlp-http", help="Where to take spans by HTTP.", metavar="HOST:PORT")
+    ] = None,
+    every: Annotated[str, typer.Option(help="Time between scrapes.")] = "5s",
+    for_: Annotated[
+        str | None, typer.Option("--for", help="How long, e.g. 60s; without it, until Ctrl-C.")
+    ] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Record a fleet for a while: spans that come in, engines that are scraped, into a trace."""
+    from tailscope.live.record import record as run
+
+    run(output, scrape or [], otlp_grpc, otlp_http, every, for_, config, _say)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 @app.callback(invoke_without_command=True)
 def main(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     if version:

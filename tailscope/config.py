@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tailscope.errors import UsageError
 
 FILE_NAME = "tailscope.toml"
+T = TypeVar("T")
 
 #: Columns a `[[class]]` may test, with their kind of test.
 CLASS_RANGES = ("prompt_tokens", "output_tokens", "max_tokens", "priority")
@@ -91,6 +92,11 @@ def load(path: Path | None) -> Config:
         path = Path(FILE_NAME)
         if not path.is_file():
             return Config()
+    return read(path, parse)
+
+
+def read(path: Path, parse: Callable[[Mapping[str, Any]], T]) -> T:
+    """What `parse` makes of a TOML file. Raises UsageError naming the file."""
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -104,28 +110,29 @@ def load(path: Path | None) -> Config:
 
 
 def parse(raw: Mapping[str, Any]) -> Config:
-    _known(raw, {"class", "slo", "source", "attributes"}, "")
-    classes = tuple(_request_class(entry, i) for i, entry in enumerate(_tables(raw, "class")))
+    # What is in [serve] is the business of `tailscope serve`.
+    known_keys(raw, {"class", "slo", "source", "attributes", "serve"}, "")
+    classes = tuple(_request_class(entry, i) for i, entry in enumerate(tables_at(raw, "class")))
     names = [c.name for c in classes]
     if len(set(names)) < len(names):
         raise UsageError("[[class]]: two classes have the same name")
     slos: list[Slo] = []
-    for klass, limits in _table(raw, "slo").items():
+    for klass, limits in table_at(raw, "slo").items():
         if not isinstance(limits, dict):
             raise UsageError(f"[slo.{klass}]: must be a table such as {{ ttft_p99_s = 2.0 }}")
         slos.extend(_slo(str(klass), key, limit) for key, limit in limits.items())
     sources = []
-    for i, entry in enumerate(_tables(raw, "source")):
+    for i, entry in enumerate(tables_at(raw, "source")):
         place = f"[[source]] {i + 1}"
-        _known(entry, {"path", "instance", "rank"}, place)
+        known_keys(entry, {"path", "instance", "rank"}, place)
         rank = entry.get("rank")
         if rank is not None and (type(rank) is not int or rank < 0):
             raise UsageError(f"{place} rank: must be a number from 0")
-        instance = _text(entry, "instance", place) if rank is None or "instance" in entry else None
-        sources.append(SourceRule(_text(entry, "path", place), instance, rank))
+        instance = text_at(entry, "instance", place) if rank is None or "instance" in entry else None
+        sources.append(SourceRule(text_at(entry, "path", place), instance, rank))
     # `class` in the file is `klass` in Python, where the word is taken.
-    attributes = dict(_table(raw, "attributes"))
-    _known(attributes, {f.name for f in fields(Attributes)} - {"klass"} | {"class"}, "[attributes]")
+    attributes = dict(table_at(raw, "attributes"))
+    known_keys(attributes, {f.name for f in fields(Attributes)} - {"klass"} | {"class"}, "[attributes]")
     for key, value in attributes.items():
         if not isinstance(value, str) or not value:
             raise UsageError(f"[attributes] {key}: must be the name of a span attribute")
@@ -157,11 +164,11 @@ def _slo(klass: str, key: str, limit: Any) -> Slo:
 
 def _request_class(entry: Mapping[str, Any], index: int) -> RequestClass:
     place = f"[[class]] {index + 1}"
-    _known(entry, {"name", "where"}, place)
-    name = _text(entry, "name", place)
+    known_keys(entry, {"name", "where"}, place)
+    name = text_at(entry, "name", place)
     ranges: dict[str, tuple[int | None, int | None]] = {}
     values: dict[str, tuple[str, ...]] = {}
-    for key, test in _table(entry, "where", place).items():
+    for key, test in table_at(entry, "where", place).items():
         if key in CLASS_RANGES:
             ranges[key] = _range(test, f"{place} where.{key}")
         elif key in CLASS_VALUES:
@@ -188,27 +195,27 @@ def _range(test: Any, place: str) -> tuple[int | None, int | None]:
     return low, high
 
 
-def _known(entry: Mapping[str, Any], keys: set[str], place: str) -> None:
+def known_keys(entry: Mapping[str, Any], keys: set[str], place: str) -> None:
     for key in entry:
         if key not in keys:
             raise UsageError(f"{place} {key}: unknown key; known are {', '.join(sorted(keys))}".strip())
 
 
-def _table(raw: Mapping[str, Any], key: str, place: str = "") -> Mapping[str, Any]:
+def table_at(raw: Mapping[str, Any], key: str, place: str = "") -> Mapping[str, Any]:
     value = raw.get(key, {})
     if not isinstance(value, dict):
         raise UsageError(f"{place} {key}: must be a table".strip())
     return value
 
 
-def _tables(raw: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+def tables_at(raw: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
     value = raw.get(key, [])
     if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
         raise UsageError(f"{key}: write it as [[{key}]]")
     return value
 
 
-def _text(entry: Mapping[str, Any], key: str, place: str) -> str:
+def text_at(entry: Mapping[str, Any], key: str, place: str) -> str:
     value = entry.get(key)
     if not isinstance(value, str) or not value:
         raise UsageError(f"{place} {key}: must be a string")

@@ -1,15 +1,21 @@
-"""How a trace lies on disk: which files of it count, one writer at a time, and what to say when it cannot be."""
+"""How a trace lies on disk: which files of it count, one writer at a time, and what to say when it cannot be.
+
+A commit's parts may lie in a partition, a folder below each table's that is named after the hour they were written
+in. A file `.dropped-….json` takes commits out again: at once, or with the commit that holds their rows instead.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import re
+import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import duckdb
@@ -21,6 +27,9 @@ from tailscope.schema import SOURCES
 
 #: A part of ours. The first group is the id of its commit.
 PART_NAME = re.compile(r"part-([0-9a-f]{16})-\d{4,}\.parquet")
+#: A partition: an hour in UTC.
+PARTITION = re.compile(r"\d{4}-\d\d-\d\dT\d\d")
+DROPPED = ".dropped-*.json"
 #: A temporary part of another machine is as good as abandoned after this time.
 ABANDONED_S = 86_400
 
@@ -50,8 +59,61 @@ def visible_parts(root: Path, only: str = "*") -> dict[str, list[Path]]:
 
 
 def commits(root: Path) -> set[str]:
-    names = (PART_NAME.fullmatch(p.name) for p in root.glob(f"{SOURCES.name}/part-*.parquet"))
-    return {name[1] for name in names if name}
+    names = (PART_NAME.fullmatch(p.name) for p in root.glob(f"{SOURCES.name}/**/part-*.parquet"))
+    named = {name[1] for name in names if name}
+    return named - dropped(root, named)
+
+
+def dropped(root: Path, named: set[str] | None = None) -> set[str]:
+    """Commits that were taken out; their files may still be there. `named` are those that have a part of `sources`, of
+    which one that replaces others must be: without it, commits count whose replacement is yet to come."""
+    out: set[str] = set()
+    for path in root.glob(DROPPED):
+        with contextlib.suppress(FileNotFoundError):
+            entry = json.loads(path.read_bytes())
+            if named is None or entry["by"] is None or entry["by"] in named:
+                out.update(entry["commits"])
+    return out
+
+
+def drop(root: Path, commit_ids: Iterable[str], by: str | None = None) -> None:
+    """Take commits out, `by` the commit that replaces them as soon as it is there. Called under the lock."""
+    entry = {"by": by, "commits": sorted(commit_ids)}
+    name = f".dropped-{by or secrets.token_hex(8)}.json"
+    temporary = root / f"{name}.tmp"
+    with temporary.open("wb") as file:
+        file.write(json.dumps(entry).encode())
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(root / name)
+    sync(root)
+
+
+def remove_dropped(root: Path, older_than_s: float) -> None:
+    """Files of commits that were taken out so long ago that nobody reads them any more. Called under the lock."""
+    for path in root.glob(DROPPED):
+        if _age_s(path) < older_than_s:
+            continue
+        entry = json.loads(path.read_bytes())
+        if entry["by"] is None or entry["by"] in commits(root):
+            for commit_id in entry["commits"]:
+                # The part of `sources` goes last: without it the others are nobody's.
+                for part in sorted(root.glob(f"*/**/part-{commit_id}-*.parquet"), key=_is_of_sources):
+                    part.unlink(missing_ok=True)
+        path.unlink()
+    for folder in root.glob("*/*/"):
+        if PARTITION.fullmatch(folder.name) and not any(folder.iterdir()):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+def _is_of_sources(part: Path) -> bool:
+    return SOURCES.name in part.parts[-3:-1]
+
+
+def partition_of(time_s: float) -> str:
+    """Name of the hour, in UTC, whose folder holds what is written then."""
+    return time.strftime("%Y-%m-%dT%H", time.gmtime(time_s))
 
 
 def sync(folder: Path) -> None:
@@ -106,7 +168,7 @@ def readable(root: Path, table: str) -> Iterator[None]:
 
 def remove_abandoned(root: Path) -> None:
     """Temporary parts of writers that no longer run."""
-    for part in root.glob("*/.*.tmp"):
+    for part in root.glob("*/**/.*.tmp"):
         _, _, pid, host = f"{part.stem}---".split("-", 3)
         ours = host.rstrip("-") == socket.gethostname()
         with contextlib.suppress(FileNotFoundError):

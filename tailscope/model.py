@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import pyarrow as pa
 
 from tailscope.schema import Table
-from tailscope.source import Source
+from tailscope.source import Options, Source, Tally
 
 # -- collectors --------------------------------------------------------------------------------
 
@@ -67,6 +67,28 @@ class TableCollector(Collector, Protocol):
 
     def table_of(self, source: Source) -> Sample | None:
         """How the file begins if it is a table of any kind."""
+
+
+class SpanCollector(Collector, Protocol):
+    """The collector that also reads what a receiver of spans gets."""
+
+    def receive(
+        self, message: bytes, is_json: bool, options: Options, tally: Tally
+    ) -> Iterator[tuple[Table, pa.Table]]:
+        """Rows of one export request of OTLP, as `read` gives them. Raises BadInput for one that is none."""
+
+
+class Pages(Protocol):
+    """The pages of metrics of one server, which is scraped again and again."""
+
+    def read(self, page: bytes, time_ns: int) -> Iterator[tuple[Table, pa.Table]]:
+        """Rows of a page scraped at `time_ns`, as `Collector.read` gives them."""
+
+
+class PageCollector(Collector, Protocol):
+    """The collector that also reads metrics as they are scraped."""
+
+    def pages(self, options: Options, tally: Tally) -> Pages: ...
 
 
 def request_key(*parts: object) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +25,7 @@ from tailscope.dedupe import Known, find_known
 from tailscope.layout import (
     PART_NAME,
     commits,
+    dropped,
     locked,
     readable,
     remove_abandoned,
@@ -82,11 +83,13 @@ class TraceWriter:
     """Adds sources to a trace: begin, write, finish or abandon each; commit when `full` and at the end.
 
     Use as a context manager; what is not committed does not stay. Memory is bounded by some PART_ROWS rows
-    a table. Raises TailscopeError when the trace cannot be written.
+    a table. Parts lie in the folder `partition` of each table, and rows are known only from that one and those of the
+    names in `beside`; without, anywhere. Raises TailscopeError when the trace cannot be written.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, partition: str = "", beside: Sequence[str] = ()) -> None:
         self.root = root
+        self._partition, self._near = partition, {partition, *beside} if partition else set()
         self._token = secrets.token_hex(4)
         self._parts_written = 0
         self._source = ""
@@ -192,10 +195,11 @@ class TraceWriter:
         # A key that is the same in all rows only costs time.
         keys = [key for key in table.sort if _varies(unordered[key])] or [table.sort[-1]]
         ordered = unordered.sort_by([(key, "ascending") for key in keys])
-        part = self.root / table.name / temporary_name(self._token, self._parts_written)
+        folder = self.root / table.name / self._partition
+        part = folder / temporary_name(self._token, self._parts_written)
         self._parts_written += 1
         with writable(self.root):
-            part.parent.mkdir(exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             pending.parts.setdefault(table.name, []).append(part)
             _write_part(part, table, ordered)
 
@@ -204,7 +208,7 @@ class TraceWriter:
         known = Known()
         if table.identity:
             with readable(self.root, table.name):
-                others = visible_parts(self.root, table.name).get(table.name, [])
+                others = self._visible(table)
                 known = find_known(table, parts, others, list(stored))
         for source, count in known.duplicate.items():
             stored[source].rows[table.name] -= count
@@ -240,6 +244,7 @@ class TraceWriter:
                 for number, part in enumerate(parts):
                     if pq.read_metadata(part).num_rows:
                         part.rename(part.with_name(f"part-{commit_id}-{number:04d}.parquet"))
+                sync(self.root / name / self._partition)
                 sync(self.root / name)
                 sync(self.root)
         except BaseException:
@@ -248,7 +253,7 @@ class TraceWriter:
 
     def _committed(self) -> set[str | None]:
         """Ids of the sources in the trace. A part never changes, so each is read once."""
-        visible = visible_parts(self.root, SOURCES.name).get(SOURCES.name, [])
+        visible = self._visible(SOURCES)
         for part in visible:
             if part not in self._sources_of:
                 with readable(self.root, SOURCES.name):
@@ -261,10 +266,14 @@ class TraceWriter:
                     self._sources_of[part] = frozenset(source for source in named if source is not None)
         return {source for part in visible for source in self._sources_of[part]}
 
+    def _visible(self, table: Table) -> list[Path]:
+        parts = visible_parts(self.root, table.name).get(table.name, [])
+        return [part for part in parts if part.parent.name in self._near] if self._near else parts
+
     def _remove_orphans(self) -> None:
         """Parts that a writer renamed before it died. Called under the lock, so nobody is renaming now."""
-        committed = commits(self.root)
-        for part in self.root.glob("*/part-*.parquet"):
+        committed = commits(self.root) | dropped(self.root)
+        for part in self.root.glob("*/**/part-*.parquet"):
             ours = PART_NAME.fullmatch(part.name)
             if ours and ours[1] not in committed:
                 part.unlink()

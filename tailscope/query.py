@@ -23,7 +23,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.csv as pc
 
-from tailscope.align import Scope, class_macro
+from tailscope.align import CLASS_SQL, Scope, class_macro
 from tailscope.config import Config
 from tailscope.errors import QueryError, UsageError
 from tailscope.safe import printable
@@ -52,12 +52,6 @@ _INSTEAD = {
     "EXPORT": "; copy the trace's folder instead",
     "SET": "; --memory-limit and --timeout set the limits",
 }
-#: As `diagnose` decides it.
-_CLASS = (
-    "coalesce(klass, class_of(prompt_tokens, CASE WHEN status IN ('unfinished', 'aborted') "
-    "THEN coalesce(max_tokens, output_tokens) ELSE output_tokens END, "
-    "max_tokens, priority, tenant, model, adapter, instance), 'unknown')"
-)
 
 
 def run(
@@ -141,7 +135,7 @@ def _narrow(trace: Trace, scope: Scope) -> None:
                 test = f"({test} OR list_contains(instances, {wanted}))"
             tests.append(test)
         if table is REQUESTS and scope.klass is not None:
-            tests.append(f"{_CLASS} = {quote(scope.klass)}")
+            tests.append(f"{CLASS_SQL} = {quote(scope.klass)}")
         if tests:
             trace.connection.execute(
                 f'CREATE OR REPLACE VIEW "{table.name}" AS '

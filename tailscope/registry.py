@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 from importlib.resources import files
 from typing import cast
 
-from tailscope.model import Collector, Rule, TableCollector
+from tailscope.model import Collector, PageCollector, Rule, SpanCollector, TableCollector
 
 
 def _modules(package: str) -> list[str]:
@@ -28,6 +28,16 @@ def collectors() -> tuple[Collector, ...]:
 def table_collector() -> TableCollector | None:
     """The collector that reads any table by a mapping, if one is installed."""
     return next((cast(TableCollector, c) for c in collectors() if hasattr(c, "table_of")), None)
+
+
+def span_collector() -> SpanCollector:
+    """The collector that reads OTLP requests as they come."""
+    return next(cast(SpanCollector, c) for c in collectors() if hasattr(c, "receive"))
+
+
+def page_collector() -> PageCollector:
+    """The collector that reads pages of metrics as they are scraped."""
+    return next(cast(PageCollector, c) for c in collectors() if hasattr(c, "pages"))
 
 
 @cache

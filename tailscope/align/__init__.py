@@ -25,6 +25,12 @@ AGREEING = 0.95
 CLIENT_SIDE = """
 (view = 'client' OR view = 'gateway' AND instance NOT IN (SELECT instance FROM observed WHERE view = 'client'))
 """
+#: The class of a row of `requests`, by the macro that `class_macro` makes.
+CLASS_SQL = (
+    "coalesce(klass, class_of(prompt_tokens, CASE WHEN status IN ('unfinished', 'aborted') "
+    "THEN coalesce(max_tokens, output_tokens) ELSE output_tokens END, "
+    "max_tokens, priority, tenant, model, adapter, instance), 'unknown')"
+)
 #: What a value must be to be one: an instant before 2096, a duration of at most some years, a number of things.
 #: Others are as good as unknown, and their sums would overflow.
 BELIEVABLE = """

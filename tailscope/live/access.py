@@ -1,0 +1,61 @@
+"""Who may talk to a listener: anybody who reaches it, or who has the bearer token; in the clear or by TLS."""
+
+from __future__ import annotations
+
+import hmac
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from tailscope.errors import UsageError
+from tailscope.live.settings import Serve
+
+
+@dataclass(frozen=True)
+class Access:
+    token: str | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
+
+    def allows(self, authorization: str | bytes | None) -> bool:
+        """Whether a request with this header, or none, may come in."""
+        if self.token is None:
+            return True
+        given = authorization.encode() if isinstance(authorization, str) else authorization or b""
+        return hmac.compare_digest(given, f"Bearer {self.token}".encode())
+
+    def ssl_context(self) -> ssl.SSLContext | None:
+        """Raises UsageError."""
+        if self.cert_file is None or self.key_file is None:
+            return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            context.load_cert_chain(self.cert_file, self.key_file)
+        except (OSError, ssl.SSLError) as error:
+            raise UsageError(f"{self.cert_file}, {self.key_file}: no certificate and key: {error}") from error
+        return context
+
+    def grpc_credentials(self) -> grpc.ServerCredentials | None:
+        if self.cert_file is None or self.key_file is None:
+            return None
+        return grpc.ssl_server_credentials([(self.key_file.read_bytes(), self.cert_file.read_bytes())])
+
+
+def access_of(serve: Serve) -> Access:
+    """Raises UsageError for a token or a certificate that cannot be read."""
+    token = None if serve.bearer_token_file is None else read_token(serve.bearer_token_file)
+    access = Access(token, serve.tls_cert_file, serve.tls_key_file)
+    access.ssl_context()
+    return access
+
+
+def read_token(path: Path) -> str:
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot read the bearer token: {error}") from error
+    if not token or not token.isprintable() or not token.isascii() or " " in token:
+        raise UsageError(f"{path}: must hold one bearer token")
+    return token

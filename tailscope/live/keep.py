@@ -1,0 +1,322 @@
+"""The trace of a running server: segments of the journal become parts, small parts become large ones, old ones go.
+
+All of it runs in a process of its own, which can die at any point: a segment is removed after its rows are committed, and
+one that was committed already is known by its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from tailscope.layout import (
+    PARTITION,
+    commits,
+    drop,
+    locked,
+    partition_of,
+    remove_abandoned,
+    remove_dropped,
+    sync,
+    temporary_name,
+    visible_parts,
+    writable,
+)
+from tailscope.live.journal import Segment, segments
+from tailscope.parts import COMPRESSION, ROW_GROUP_ROWS, TraceWriter, part_metadata
+from tailscope.scan import listed, quote
+from tailscope.schema import BY_NAME, SOURCES, Table
+from tailscope.source import Tally
+
+#: Rows that name no instance are of the folder, as those of files are.
+FOLDER = "live"
+HOUR_S = 3600
+#: So many commits of the hour are made one; when the hour has passed, all of it is. A row is written three times at most.
+MANY_COMMITS = 30
+#: Files that no longer count stay for those who read them still.
+GRACE_S = 600.0
+#: Memory of the queries that put parts together.
+MEMORY = "512MB"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What one round did."""
+
+    segments: int = 0
+    rows: dict[str, int] = field(default_factory=dict)
+    duplicates: int = 0
+    partitions_merged: int = 0
+    partitions_dropped: int = 0
+    trace_bytes: int = 0
+    trace_parts: int = 0
+
+
+class Keeper:
+    """Keeps the trace `root` from the journal in `journal`; `kinds` says which collector the rows of a journal are of."""
+
+    def __init__(
+        self,
+        root: Path,
+        journal: Path,
+        kinds: dict[str, tuple[str, str]],
+        *,
+        most_age_s: float | None = None,
+        most_bytes: int | None = None,
+        many_commits: int = MANY_COMMITS,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        self._root, self._journal, self._kinds = root, journal, kinds
+        self._most_age_s, self._most_bytes = most_age_s, most_bytes
+        self._many_commits, self._grace_s = many_commits, grace_s
+        #: Commits made of others.
+        self._merged: set[str] = set()
+
+    def round(self) -> Kept:
+        """Do what there is to do. Raises TailscopeError where the trace cannot be written; nothing is lost by that."""
+        rows: Counter[str] = Counter()
+        duplicates = done = 0
+        for partition, group in _by_partition(segments(self._journal)):
+            stored, duplicate = self._commit(partition, group)
+            rows += stored
+            duplicates += duplicate
+            done += len(group)
+        to_merge = self._to_merge()
+        for partition, names in to_merge:
+            self._merge(partition, names)
+        dropped = self._retain()
+        with writable(self._root), locked(self._root):
+            remove_dropped(self._root, self._grace_s)
+        parts = [part for found in visible_parts(self._root).values() for part in found]
+        size = sum(part.stat().st_size for part in parts)
+        return Kept(done, dict(rows), duplicates, len(to_merge), dropped, size, len(parts))
+
+    # -- from the journal ----------------------------------------------------------------------
+
+    def _commit(self, partition: str, group: Sequence[Segment]) -> tuple[Counter[str], int]:
+        before = partition_of(group[0].created_s - HOUR_S)
+        rows: Counter[str] = Counter()
+        duplicates = 0
+        with TraceWriter(self._root, partition, [before]) as writer:
+            for segment in group:
+                source_id = _source_id(segment)
+                if writer.knows(source_id):
+                    continue
+                writer.begin(source_id)
+                source = _SourceRow(*self._kinds[segment.name], segment)
+                for table, batch, tally in segment.frames():
+                    writer.write(table, source.place(table, batch, tally))
+                writer.finish(source.row())
+            for stored in writer.commit().values():
+                rows.update(stored.rows)
+                duplicates += stored.duplicate
+        for segment in group:
+            segment.path.unlink()
+        return rows, duplicates
+
+    # -- together ------------------------------------------------------------------------------
+
+    def _to_merge(self) -> list[tuple[str, list[str]]]:
+        """Partitions, and the commits in them that are to be one."""
+        now = partition_of(time.time())
+        found = []
+        for partition, names in _commits_by_partition(self._root).items():
+            small = names - self._merged
+            if partition < now and len(names) > 1:
+                found.append((partition, sorted(names)))
+            elif len(small) >= self._many_commits:
+                found.append((partition, sorted(small)))
+        return found
+
+    def _merge(self, partition: str, names: Sequence[str]) -> None:
+        """Make commits of a partition one. Their rows stay the same, but for the source they name."""
+        commit_id = _digest(partition, *names)
+        written: list[tuple[Path, Path]] = []
+        with writable(self._root):
+            # One that died here left hidden files.
+            remove_abandoned(self._root)
+            sources = pa.concat_tables(
+                [pq.read_table(p, partitioning=None) for p in self._parts(SOURCES, partition, names)],
+                promote_options="default",
+            ).to_pylist()
+            # Rows of one kind become one, named anew.
+            renamed = {row["source"]: _digest(commit_id, row["path"]) for row in sources}
+            for number, table in enumerate(sorted(BY_NAME.values(), key=lambda table: table is SOURCES)):
+                parts = self._parts(table, partition, names)
+                if not parts:
+                    continue
+                temporary = parts[0].parent / temporary_name(commit_id, number)
+                if table is SOURCES:
+                    _write_sources(sources, renamed, temporary)
+                else:
+                    _write_merged(table, parts, renamed, temporary)
+                sync(temporary)
+                written.append((temporary, parts[0].parent / f"part-{commit_id}-0000.parquet"))
+            with locked(self._root):
+                drop(self._root, names, by=commit_id)
+                # With the part of `sources`, the last one, the new commit counts, and the old ones do not.
+                for temporary, final in written:
+                    temporary.rename(final)
+                    sync(final.parent)
+        self._merged.add(commit_id)
+
+    def _parts(self, table: Table, partition: str, names: Sequence[str]) -> list[Path]:
+        visible = visible_parts(self._root, table.name).get(table.name, [])
+        return [p for p in visible if p.parent.name == partition and p.name.split("-")[1] in names]
+
+    # -- away ----------------------------------------------------------------------------------
+
+    def _retain(self) -> int:
+        """Take out the partitions that are too old, and the oldest while all are too large."""
+        by_partition = _commits_by_partition(self._root)
+        sizes = _sizes(self._root)
+        total = sum(sizes.values())
+        current = partition_of(time.time())
+        oldest = "" if self._most_age_s is None else partition_of(time.time() - self._most_age_s)
+        gone = []
+        for partition in sorted(by_partition):
+            too_large = self._most_bytes is not None and total > self._most_bytes
+            if partition >= current or not (partition < oldest or too_large):
+                break
+            gone.append(partition)
+            total -= sizes[partition]
+        if gone:
+            with writable(self._root), locked(self._root):
+                drop(self._root, [name for partition in gone for name in by_partition[partition]])
+        return len(gone)
+
+
+class _SourceRow:
+    """The row of `sources` of a segment, put together while its frames are read."""
+
+    def __init__(self, kind: str, version: str, segment: Segment) -> None:
+        self._kind, self._version, self._segment = kind, version, segment
+        self._tally = Tally()
+        self._named: set[str] = set()
+        self._times: list[int] = []
+
+    def place(self, table: Table, rows: pa.Table, tally: Tally) -> pa.Table:
+        for name in ("rejected", "skipped", "blanked"):
+            getattr(self._tally, name).update(getattr(tally, name))
+        for note in tally.notes:
+            self._tally.note(note)
+        index = rows.schema.get_field_index("instance")
+        self._named.update(v for v in rows["instance"].unique().to_pylist() if v is not None)
+        if table.time:
+            bounds: Any = pc.min_max(rows[table.time])
+            self._times += [b for b in (bounds["min"].as_py(), bounds["max"].as_py()) if b is not None]
+        named: Any = rows["instance"]
+        return rows.set_column(index, "instance", named.fill_null(FOLDER))
+
+    def row(self) -> dict[str, Any]:
+        tally = self._tally
+        return {
+            "instance": FOLDER,
+            "kind": self._kind,
+            "path": f"{FOLDER}/{self._segment.name}",
+            "content_hash": _source_id(self._segment),
+            "collector": self._kind,
+            "version": self._version,
+            "clock": "wall",
+            "rows_rejected": tally.rejected.total(),
+            "reject_reasons": sorted(tally.rejected.items()),
+            "rows_skipped": tally.skipped.total(),
+            "skip_reasons": sorted(tally.skipped.items()),
+            "values_blanked": tally.blanked.total(),
+            "blank_reasons": sorted(tally.blanked.items()),
+            "notes": tally.notes,
+            "instances": sorted(self._named),
+            "folder": FOLDER,
+            "first_ns": min(self._times, default=None),
+            "last_ns": max(self._times, default=None),
+        }
+
+
+def _source_id(segment: Segment) -> str:
+    return _digest(segment.path.stem)
+
+
+def _by_partition(found: Iterable[Segment]) -> list[tuple[str, list[Segment]]]:
+    groups: dict[str, list[Segment]] = {}
+    for segment in found:
+        groups.setdefault(partition_of(segment.created_s), []).append(segment)
+    return list(groups.items())
+
+
+def _commits_by_partition(root: Path) -> dict[str, set[str]]:
+    counted = commits(root)
+    found: dict[str, set[str]] = {}
+    for part in root.glob(f"{SOURCES.name}/*/part-*.parquet"):
+        name = part.name.split("-")[1]
+        if PARTITION.fullmatch(part.parent.name) and name in counted:
+            found.setdefault(part.parent.name, set()).add(name)
+    return found
+
+
+def _sizes(root: Path) -> Counter[str]:
+    sizes: Counter[str] = Counter()
+    for parts in visible_parts(root).values():
+        for part in parts:
+            sizes[part.parent.name] += part.stat().st_size
+    return sizes
+
+
+def _write_merged(table: Table, parts: Sequence[Path], renamed: dict[str, str], target: Path) -> None:
+    """One part of many, sorted; spills where it does not fit into memory."""
+    metadata = ", ".join(f"'{key}': {quote(value)}" for key, value in part_metadata(table).items())
+    order = ", ".join(f'"{key}"' for key in table.sort)
+    config: dict[str, str | bool | int | float | list[str]] = {
+        "threads": 1,
+        "memory_limit": MEMORY,
+        "temp_directory": str(target.parent / f"{target.name}.spill"),
+    }
+    names = pa.table({"old": list(renamed), "new": list(renamed.values())})
+    with closing(duckdb.connect(config=config)) as con:
+        con.register("names", names)
+        con.execute(
+            f"COPY (SELECT part.* REPLACE (new AS source) FROM read_parquet({listed(map(str, parts))}, union_by_name=true, "
+            f"hive_partitioning=false) AS part LEFT JOIN names ON source = old ORDER BY {order}) TO {quote(str(target))} "
+            f"(FORMAT parquet, COMPRESSION {COMPRESSION}, ROW_GROUP_SIZE {ROW_GROUP_ROWS}, KV_METADATA {{{metadata}}})"
+        )
+
+
+def _write_sources(rows: Sequence[dict[str, Any]], renamed: dict[str, str], target: Path) -> None:
+    """Rows of `sources` that get one name become one, with their counts added up."""
+    merged: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        name = renamed[row["source"]]
+        merged[name] = _added(merged[name], row) if name in merged else dict(row)
+        merged[name]["source"] = merged[name]["content_hash"] = name
+    columns = {column: [row.get(column) for row in merged.values()] for column in SOURCES.arrow.names}
+    batch = SOURCES.batch(columns).replace_schema_metadata(part_metadata(SOURCES))
+    pq.write_table(batch, target, compression=COMPRESSION)
+
+
+def _added(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    both = dict(a)
+    for name, value in b.items():
+        if name.endswith("_reasons"):
+            both[name] = sorted((Counter(dict(a[name] or ())) + Counter(dict(value or ()))).items())
+        elif name in ("notes", "instances"):
+            both[name] = sorted({*(a[name] or ()), *(value or ())})
+        elif name in ("first_ns", "last_ns"):
+            known = [v for v in (a[name], value) if v is not None]
+            both[name] = (min if name == "first_ns" else max)(known) if known else None
+        elif name.startswith(("rows", "values")):
+            both[name] = (a[name] or 0) + (value or 0)
+    return both
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.blake2b("\x1f".join(parts).encode(), digest_size=8).hexdigest()
