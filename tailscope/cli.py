@@ -412,6 +412,24 @@ def serve(
 
 
 @app.command()
+def tail(
+    server: Annotated[
+        str, typer.Argument(help="Where `tailscope serve` shows its metrics.", metavar="[HOST:PORT]")
+    ] = "127.0.0.1:9464",
+    token: Annotated[
+        Path | None, typer.Option("--bearer-token-file", help="File with the server's token.")
+    ] = None,
+    ca: Annotated[
+        Path | None, typer.Option("--ca-file", help="Certificate to trust; makes it https.")
+    ] = None,
+) -> None:
+    """Follow what a running `tailscope serve` finds: findings as they open and close."""
+    from tailscope.live.tail import tail as run
+
+    run(server, token, ca, _console())
+
+
+@app.command()
 def record(
     output: Annotated[Path, typer.Option("-o", "--output", help="Trace to write or add to.")] = Path(
         "trace.parquet"
@@ -482,7 +500,8 @@ def _on_trace(
 
     settings = _with_slos(settings or configuration.load(config_path), slos)
     try:
-        with Trace(path, memory_limit=memory_limit) as trace:
+        since_ns = _instant("--from", filters[0])
+        with Trace(path, memory_limit=memory_limit, since_ns=since_ns) as trace:
             return use(trace, settings, _scope(trace, *filters))
     except duckdb.OutOfMemoryException as error:
         raise UsageError(

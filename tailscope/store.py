@@ -18,9 +18,12 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from tailscope.errors import BadInput, UsageError
-from tailscope.layout import visible_parts
+from tailscope.layout import PARTITION, partition_of, visible_parts
 from tailscope.scan import first_line, identifier, quote, scan, types_of
 from tailscope.schema import BY_NAME, SCHEMA_VERSION, TABLES, Table
+
+#: How far ahead of the one that wrote it down the clock of a row may be.
+AHEAD_S = 3600.0
 
 
 def schema_of(columns: Mapping[str, pa.DataType]) -> pa.Schema:
@@ -54,17 +57,23 @@ class Trace:
     Each declared table is an attribute, a DuckDB relation with `.df()` and `.arrow()`: `trace.requests`.
     Each is on a connection of its own, so that an unread result blocks no other; `trace.connection` joins.
     A table the trace lacks has no rows, a column it lacks is NULL, columns we do not know are kept.
-    `memory_limit` is DuckDB's, for example "4GB"; beyond it, queries spill to a temporary folder.
+    `memory_limit` is DuckDB's, for example "4GB"; beyond it, queries spill to a temporary folder. Partitions that were
+    written before `since_ns`, and so hold nothing that came later, are left out.
 
     Raises UsageError when there is nothing at `path`, BadInput when a file is no Parquet.
     """
 
     def __init__(
-        self, path: str | Path, *, memory_limit: str | None = None, threads: int | None = None
+        self,
+        path: str | Path,
+        *,
+        memory_limit: str | None = None,
+        threads: int | None = None,
+        since_ns: int | None = None,
     ) -> None:
         self.path = str(path)
         self.warnings: list[str] = []
-        self.files = _find(self.path)
+        self.files = _find(self.path, since_ns)
         self._cursors: list[duckdb.DuckDBPyConnection] = []
         self._spill = tempfile.mkdtemp(prefix="tailscope-")
         config: dict[str, Any] = {"temp_directory": self._spill, "preserve_insertion_order": False}
@@ -206,8 +215,10 @@ class Trace:
             )
 
 
-def _find(path: str) -> dict[str, list[str]]:
+def _find(path: str, since_ns: int | None) -> dict[str, list[str]]:
     """Table name -> Parquet files. A glob may match files and whole traces."""
+    # Clocks of engines may be ahead of ours.
+    oldest = "" if since_ns is None else partition_of(max(0.0, since_ns / 1e9 - AHEAD_S))
     if "://" in path:
         raise UsageError(f"{path}: object stores are not supported yet; copy the trace to a local folder")
     matches = [path]
@@ -226,8 +237,11 @@ def _find(path: str) -> dict[str, list[str]]:
             continue
         for name, parts in visible_parts(place).items():
             if name in BY_NAME:
+                parts = [
+                    p for p in parts if not (PARTITION.fullmatch(p.parent.name) and p.parent.name < oldest)
+                ]
                 tables.setdefault(name, []).extend(map(str, parts))
-    if not tables:
+    if not any(tables.values()):
         raise UsageError(
             f"{path}: holds no table of a trace. Make one with: tailscope ingest FILES -o trace.parquet"
         )
