@@ -21,7 +21,7 @@ def rows(*ids: str) -> pa.Table:
     return REQUESTS.batch({"request_id": list(ids)})
 
 
-def ids_in(folder: Path) -> list[str]:
+def ids_in(folder: Path) -> list[str | None]:
     return [
         v for s in segments(folder) for _, table, _ in s.frames() for v in table["request_id"].to_pylist()
     ]

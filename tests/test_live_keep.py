@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 
 from tailscope import layout
+from tailscope.errors import TailscopeError
 from tailscope.layout import partition_of, visible_parts
 from tailscope.live import keep as keeping
 from tailscope.live.journal import Segment, _frame, segments
@@ -231,7 +232,7 @@ def test_a_full_disk_leaves_the_segment_and_the_next_round_has_it(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(layout.TailscopeError, match="no space left"):
+        with pytest.raises(TailscopeError, match="no space left"):
             world.keeper.round()
     assert segments(world.journal)
     world.keeper.round()

@@ -46,7 +46,7 @@ def request(*ids: str, **attributes: Any) -> ExportTraceServiceRequest:
     item = of_resource.resource.attributes.add()
     item.key, item.value.string_value = "service.instance.id", "engine-a"
     scope = of_resource.scope_spans.add()
-    told = {"gen_ai.latency.time_to_first_token": 0.4, "gen_ai.latency.e2e": 1.2} | {
+    told: dict[str, Any] = {"gen_ai.latency.time_to_first_token": 0.4, "gen_ai.latency.e2e": 1.2} | {
         "gen_ai.usage.prompt_tokens": 300, "gen_ai.usage.completion_tokens": 5, "acme.tenant": "blue",
     } | attributes  # fmt: skip
     for number, name in enumerate(ids, 1):
@@ -267,7 +267,7 @@ def test_metrics_by_class_are_what_was_sent(tmp_path: Path) -> None:
         assert headers["Content-Type"].startswith("application/openmetrics-text")
         found = {
             (sample.name, sample.labels.get("tenant"), sample.labels.get("le")): sample
-            for family in openmetrics(page.decode())
+            for family in openmetrics(page.decode())  # type: ignore[no-untyped-call]
             for sample in family.samples
             if family.name == "tailscope_time_to_first_token_seconds"
         }

@@ -42,6 +42,7 @@ class Health:
         self.restarts = counter(
             "process_restarts", "Parts of the server that died and were started again.", "part"
         )
+        self.reloads = counter("config_reloads", "Times the configuration was read again.", "outcome")
         self.kv_usage = gauge("kv_cache_usage_ratio", "Share of the KV cache in use.", "endpoint", "engine")
         self.running = gauge("requests_running", "Requests in the engine's batch.", "endpoint", "engine")
         self.waiting = gauge("requests_waiting", "Requests in the engine's queue.", "endpoint", "engine")

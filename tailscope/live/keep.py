@@ -117,7 +117,10 @@ class Keeper:
                 source = _SourceRow(*self._kinds[segment.name], segment)
                 for table, batch, tally in segment.frames():
                     writer.write(table, source.place(table, batch, tally))
-                writer.finish(source.row())
+                if source.says_something:
+                    writer.finish(source.row())
+                else:
+                    writer.abandon()
             for stored in writer.commit().values():
                 rows.update(stored.rows)
                 duplicates += stored.duplicate
@@ -203,14 +206,21 @@ class _SourceRow:
     def __init__(self, kind: str, version: str, segment: Segment) -> None:
         self._kind, self._version, self._segment = kind, version, segment
         self._tally = Tally()
+        self._rows = 0
         self._named: set[str] = set()
         self._times: list[int] = []
+
+    @property
+    def says_something(self) -> bool:
+        """Whether it holds rows or counts of more than unchanged samples."""
+        return bool(self._rows or self._tally.rejected or self._tally.blanked)
 
     def place(self, table: Table, rows: pa.Table, tally: Tally) -> pa.Table:
         for name in ("rejected", "skipped", "blanked"):
             getattr(self._tally, name).update(getattr(tally, name))
         for note in tally.notes:
             self._tally.note(note)
+        self._rows += rows.num_rows
         index = rows.schema.get_field_index("instance")
         self._named.update(v for v in rows["instance"].unique().to_pylist() if v is not None)
         if table.time:

@@ -31,7 +31,7 @@ from tailscope.live.intake import Intake
 from tailscope.live.journal import Journal
 from tailscope.live.keep import Keeper, Kept
 from tailscope.live.request_metrics import RequestMetrics
-from tailscope.live.settings import Address, Serve
+from tailscope.live.settings import Address, Serve, load
 from tailscope.live.watch import Watch
 from tailscope.source import Options
 
@@ -42,6 +42,8 @@ SPANS, PAGES = "spans", "pages"
 KEEP_S, COUNT_S = 1.0, 1.0
 #: Between a process's death and its next start.
 RESTART_S = 1.0
+#: A connection that sends no request for so long is closed.
+IDLE_S = 30.0
 #: What a graceful stop may take.
 STOP_S = 10.0
 
@@ -50,11 +52,15 @@ class Server:
     """Runs what `serve` says, until told to stop. `ports` are known once `started` is set."""
 
     def __init__(
-        self, serve: Serve, config_path: Path | None = None, say: Callable[[str], object] = print
+        self,
+        serve: Serve,
+        config_path: Path | None = None,
+        say: Callable[[str], object] = print,
+        health: Health | None = None,
     ) -> None:
         self.ports: dict[str, int] = {}
         self.started = asyncio.Event()
-        self.health = Health()
+        self.health = health or Health()
         self._serve, self._config_path, self._say = serve, config_path, say
         self._access = access_of(serve)
         self._folder = serve.trace / JOURNAL
@@ -135,7 +141,9 @@ class Server:
             found = otlp_http.routes(intake, access, serve.max_message)
             await self._listen_http(stack, "otlp_http", "OTLP/HTTP", serve.otlp_http, found)
         if serve.listen is not None:
-            self.health.registry.register(pages.WatchMetrics(self._watch.state))  # type: ignore[union-attr]
+            watched = pages.WatchMetrics(self._watch.state)  # type: ignore[union-attr]
+            self.health.registry.register(watched)
+            stack.callback(self.health.registry.unregister, watched)
             found = pages.routes(self.health.registry, self._requests, self._watch, access, self._not_ready)
             await self._listen_http(stack, "listen", "/metrics and status", serve.listen, found)
 
@@ -149,8 +157,8 @@ class Server:
     ) -> None:
         app = web.Application(client_max_size=self._serve.max_message)
         app.add_routes(found)
-        # Bodies are unpacked by us, with a limit.
-        runner = web.AppRunner(app, access_log=None, auto_decompress=False)
+        # Bodies are unpacked by us, with a limit; who sends no whole head of a request in time is cut off.
+        runner = web.AppRunner(app, access_log=None, auto_decompress=False, keepalive_timeout=IDLE_S)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         site = web.TCPSite(runner, where.host, where.port, ssl_context=self._access.ssl_context())
@@ -345,16 +353,47 @@ def _held(trace: Path) -> Any:
 def serve(
     settings: Serve, config_path: Path | None, for_s: float | None, say: Callable[[str], object]
 ) -> Server:
-    """Run until SIGINT or SIGTERM, or for `for_s` seconds; returns what ran. Raises UsageError."""
+    """Run until SIGINT or SIGTERM, or for `for_s` seconds; returns what ran. SIGHUP reads `config_path` again and goes on
+    with it, or, where it has an error, as before. Raises UsageError."""
+    return asyncio.run(_run(settings, config_path, for_s, say))
 
-    async def run() -> Server:
-        server = Server(settings, config_path, say)
-        loop = asyncio.get_running_loop()
-        for name in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(name, server.stop)
-        if for_s is not None:
-            loop.call_later(for_s, server.stop)
+
+async def _run(
+    settings: Serve, config_path: Path | None, for_s: float | None, say: Callable[[str], object]
+) -> Server:
+    loop = asyncio.get_running_loop()
+    server = Server(settings, config_path, say)
+    changed: Serve | None = None
+
+    def reload() -> None:
+        nonlocal changed
+        if config_path is None:
+            return
+        try:
+            changed = load(config_path)
+            access_of(changed)
+        except UsageError as error:
+            changed = None
+            server.health.reloads.labels("error").inc()
+            say(f"{error}. The configuration stays as it was")
+        else:
+            server.health.reloads.labels("good").inc()
+            server.stop()
+
+    def end() -> None:
+        nonlocal changed
+        changed = None
+        server.stop()
+
+    for name in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(name, end)
+    loop.add_signal_handler(signal.SIGHUP, reload)
+    if for_s is not None:
+        loop.call_later(for_s, end)
+    while True:
         await server.run()
-        return server
-
-    return asyncio.run(run())
+        if changed is None:
+            return server
+        say("configuration read again")
+        # Counts of tailscope's own go on.
+        server, changed = Server(changed, config_path, say, server.health), None

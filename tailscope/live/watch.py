@@ -23,6 +23,8 @@ LOOKS, TO_OPEN = 3, 2
 #: A look that takes longer is given up.
 MOST_LOOK_S = 120.0
 MEMORY = "1GB"
+#: A look gives way to receivers.
+NICE = 10
 #: Lines of history kept; the older half goes when there are twice as many.
 MOST_HISTORY = 10_000
 #: Components that are others' prefill.
@@ -138,11 +140,10 @@ class Watch:
         if self._config is not None:
             command += ["--config", os.fspath(self._config)]
         process = await asyncio.create_subprocess_exec(
-            *command,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            preexec_fn=_yield_to_others,
+            *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
         try:
             async with asyncio.timeout(MOST_LOOK_S):
                 output, errors = await process.communicate()
@@ -221,7 +222,3 @@ def _party(party: Mapping[str, Any] | None) -> str:
 
 def _record(change: str, finding: OpenFinding, now_s: float) -> dict[str, Any]:
     return {"change": change, "time_s": now_s, **asdict(finding)}
-
-
-def _yield_to_others() -> None:
-    os.nice(10)
