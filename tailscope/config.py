@@ -208,10 +208,11 @@ def table_at(raw: Mapping[str, Any], key: str, place: str = "") -> Mapping[str, 
     return value
 
 
-def tables_at(raw: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+def tables_at(raw: Mapping[str, Any], key: str, above: str = "") -> list[Mapping[str, Any]]:
+    """The tables of an array; `above` is the table that has it."""
     value = raw.get(key, [])
     if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
-        raise UsageError(f"{key}: write it as [[{key}]]")
+        raise UsageError(f"{above}{key}: write it as [[{above}{key}]]")
     return value
 
 

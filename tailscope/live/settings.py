@@ -105,7 +105,7 @@ def parse(raw: Mapping[str, Any], folder: Path = Path()) -> Serve:
     if ("tls_cert_file" in found) != ("tls_key_file" in found):
         raise UsageError("[serve]: tls_cert_file and tls_key_file go together; one of them is missing")
     found["scrapes"] = tuple(
-        _scrape(entry, i, folder) for i, entry in enumerate(tables_at(table, "scrape"), 1)
+        _scrape(entry, i, folder) for i, entry in enumerate(tables_at(table, "scrape", "serve."), 1)
     )
     return Serve(**found)
 
