@@ -8,9 +8,21 @@ from dataclasses import replace
 import numpy as np
 from scipy import stats
 
-from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Threshold, severity_of
+from tailscope.model import (
+    Alert,
+    Decision,
+    Evidence,
+    Finding,
+    Party,
+    Remedy,
+    Rows,
+    Rule,
+    Signal,
+    Threshold,
+    severity_of,
+)
 
-from . import _kv
+from . import _alerts, _kv
 from ._tails import Row
 
 
@@ -222,4 +234,32 @@ RULE = Rule(
         "Replay with a larger cache, or without the class that holds it: TTFT falls to that of requests that came while there was room",
     ),
     decide=decide,
+    alerts=(
+        Alert(
+            "KvThrash",
+            "warning",
+            "2m",
+            "The KV cache of {{ or $labels.endpoint $labels.instance }} is {{ $value | humanizePercentage }} full and requests wait",
+            (
+                Signal(
+                    f"avg_over_time(vllm:kv_cache_usage_perc{_alerts.WINDOW})",
+                    "> $full",
+                    f"and {_alerts.WAITING} >= $queued",
+                ),
+                Signal(
+                    f"avg_over_time(vllm:kv_cache_usage_perc{_alerts.WINDOW})",
+                    "> $full",
+                    f"and {_alerts.ALL_WAITING} >= $queued",
+                ),
+                Signal(
+                    f"avg_over_time(tailscope_kv_cache_usage_ratio{_alerts.WINDOW})",
+                    "> $full",
+                    f"and avg_over_time(tailscope_requests_waiting{_alerts.WINDOW}) >= $queued",
+                ),
+            ),
+            "A warning, before anybody is preempted: requests wait for room in the KV cache, and the next answers that grow "
+            "throw running ones out. A full cache with nobody waiting is none.",
+            thresholds=(_alerts.QUEUED,),
+        ),
+    ),
 )
