@@ -32,7 +32,9 @@ Z = NormalDist().inv_cdf(CONFIDENCE)
 @dataclass(frozen=True)
 class Burn:
     """Windows in which the error budget is used up `factor` times as fast as it may be (Google's SRE workbook, chapter 5):
-    the long one says that it matters, the short one that it still goes on. `budget`: what is gone by then of 30 days'."""
+    the long one says that it matters, the short one that it still goes on. `budget`: what is gone by then of 30 days'.
+    `known`: samples of the long window that there must be, as a bad hour is no bad day where nobody knows the rest of it.
+    """
 
     long: str
     short: str
@@ -40,13 +42,14 @@ class Burn:
     severity: Literal["critical", "warning"]
     budget: str
     last: str
+    known: int = 0
 
 
 BURNS = (
     Burn("1h", "5m", 14.4, "critical", "2 %", "1h"),
     Burn("6h", "30m", 6, "critical", "5 %", "6h"),
-    Burn("1d", "2h", 3, "warning", "10 %", "2h"),
-    Burn("3d", "6h", 1, "warning", "10 %", "6h"),
+    Burn("1d", "2h", 3, "warning", "10 %", "2h", known=12 * 60),
+    Burn("3d", "6h", 1, "warning", "10 %", "6h", known=36 * 60),
 )
 
 
@@ -344,7 +347,8 @@ def _burn_alert(population: Population, quantile: str, budget: float, burn: Burn
                 rate(burn.long),
                 f"> {burn.factor:g}",
                 f"and {rate(burn.short)} > {burn.factor:g}\n"
-                f"and {INTERVAL_S} * sum_over_time({above}[{burn.long}]) >= {MIN_TAIL_SAMPLES:g}",
+                f"and {INTERVAL_S} * sum_over_time({above}[{burn.long}]) >= {MIN_TAIL_SAMPLES:g}"
+                + (f"\nand count_over_time({observed}[{burn.long}]) >= {burn.known}" if burn.known else ""),
             ),
         ),
         f"The budget is the {budget:.0%} that may lie above the limit. So it was for {burn.long}, and still is in the last {burn.short}: "

@@ -86,7 +86,7 @@ EXPORTER_HEALTH = (
         (
             Signal(
                 "min_over_time(tailscope_journal_bytes[30m])",
-                "> max_over_time(tailscope_journal_bytes[30m] offset 30m)",
+                "> max_over_time(tailscope_journal_bytes[30m] offset 35m)",
             ),
         ),
         "What is received is kept, but no parts of the trace are made of it: it is not diagnosed, and after a restart all of it is "
@@ -364,9 +364,13 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+_TEXT = "tag:yaml.org,2002:str"
+# PyYAML and Go differ in what ends a line, but for text in double quotes.
 _Dumper.add_representer(
-    _Query, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style="|")
+    str,
+    lambda dumper, text: dumper.represent_scalar(_TEXT, text, style=None if text.isprintable() else '"'),
 )
+_Dumper.add_representer(_Query, lambda dumper, text: dumper.represent_scalar(_TEXT, str(text), style="|"))
 
 
 def _yaml(document: Any) -> str:
