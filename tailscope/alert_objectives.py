@@ -15,12 +15,13 @@ from typing import Any, Literal
 
 from prometheus_client.utils import floatToGoString
 
-from tailscope import vllm_metrics
+from tailscope import stock_metrics
 from tailscope.alert_texts import MAKE_AGAIN, escaped, go_string
 from tailscope.config import Config, Slo
 from tailscope.model import Alert, Signal
 from tailscope.stats import CONFIDENCE, MIN_TAIL_SAMPLES
 
+INFINITE = "+Inf"
 #: The class of everybody's objectives.
 ALL = "all"
 #: How often a group is evaluated, so that a sum of recorded rates is a count; and the window of the rates.
@@ -70,7 +71,7 @@ class Population:
     prefix: str
     whose: str
     histograms: dict[str, str]
-    spelled_by: vllm_metrics.Version | None = None
+    spelled_by: stock_metrics.Version | None = None
 
     @property
     def observed(self) -> str:
@@ -98,9 +99,9 @@ class Engines(Population):
     """All requests of a model, as vLLM's own histograms know no classes and have the buckets they have."""
 
     label, prefix, whose = "model_name", "vllm_", "model {{ $labels.model_name }}"
-    histograms = vllm_metrics.HISTOGRAMS
+    histograms = stock_metrics.HISTOGRAMS
 
-    def __init__(self, version: vllm_metrics.Version) -> None:
+    def __init__(self, version: stock_metrics.Version) -> None:
         self.spelled_by = version
 
 
@@ -140,17 +141,17 @@ def goals(config: Config, population: Population) -> tuple[list[Goal], list[str]
     found, notes = [], []
     for slo, unknown in _everybodys(config):
         what = f"{slo.quantile} {slo.metric} above {slo.limit_s:g} s"
-        first, version = vllm_metrics.SINCE[population.histograms[slo.metric]], population.spelled_by
-        edge = next((e for e in vllm_metrics.EDGES[slo.metric] if e >= slo.limit_s), None)
+        first, version = stock_metrics.SINCE[population.histograms[slo.metric]], population.spelled_by
+        edge = next((e for e in stock_metrics.EDGES[slo.metric] if e >= slo.limit_s), None)
         if unknown:
             notes.append(
                 f"{slo.quantile} {slo.metric}: vLLM's metrics know no classes, and {unknown} has no objective of it that could be "
                 f"held against theirs; [slo.{ALL}] would be everybody's"
             )
         elif version is not None and version < first:
-            notes.append(f"{what}: its histogram exists from vLLM {vllm_metrics.written(first)} on")
+            notes.append(f"{what}: its histogram exists from vLLM {stock_metrics.written(first)} on")
         elif edge is None:
-            notes.append(f"{what}: vLLM's last bucket ends at {vllm_metrics.EDGES[slo.metric][-1]:g} s")
+            notes.append(f"{what}: vLLM's last bucket ends at {stock_metrics.EDGES[slo.metric][-1]:g} s")
         else:
             found.append(Goal(slo, float(edge), None, _note(slo, edge)))
     return found, notes
@@ -185,6 +186,8 @@ def _note(slo: Slo, edge: float) -> str:
             f" No bucket of vLLM ends at the objective of {slo.limit_s:g} s: what is counted lies above the next end, {edge:g} s, and "
             "requests in between are not seen."
         )
+    if slo.metric == "TPOT":
+        note += " vLLM counts an answer of one token as 0 s, so where there are many the quantile is better than that of the rest."
     return escaped(note)
 
 
@@ -215,22 +218,35 @@ def recordings(population: Population, found: Sequence[Goal]) -> Iterator[dict[s
     for metric in dict.fromkeys(goal.slo.metric for goal in found):
         name = population.histograms[metric]
         if population.spelled_by is not None:
-            name = vllm_metrics.spelled(name, population.spelled_by)
+            name = stock_metrics.spelled(name, population.spelled_by)
         expr = f"sum by (le, {population.label}) (rate({name}_bucket[5m]))"
         yield {"record": population.buckets(metric), "expr": expr}
     for goal in found:
-        labels = goal.labels
         if goal.klass is not None:
             limit = f"vector({goal.slo.limit_s!r})"
-            yield {"record": "tailscope:slo_limit_seconds", "expr": limit, "labels": labels}
-        by = "sum (" if goal.klass == ALL else f"sum by ({population.label}) ("
-        total = by + _of(population, goal, f"le={go_string('+Inf')}") + ")"
-        below = by + _of(population, goal, f"le=~{go_string(_le(goal.edge_s))}") + ")"
-        yield {"record": population.observed, "expr": total, "labels": labels}
-        # A difference of sums of floats may be a hair below nothing.
-        yield {"record": population.above, "expr": f"clamp_min({total}\n- {below}, 0)", "labels": labels}
+            yield {"record": "tailscope:slo_limit_seconds", "expr": limit, "labels": goal.labels}
+        observed, above = _counted(population, goal)
+        yield {"record": population.observed, "expr": observed, "labels": goal.labels}
+        yield {"record": population.above, "expr": above, "labels": goal.labels}
     for quantile, budget in _budgets(found).items():
         yield from _broken(population, quantile, budget)
+
+
+def _counted(population: Population, goal: Goal) -> tuple[str, str]:
+    """PromQL of the requests a second that an objective is held against, and of those above its limit."""
+    by, on = f"sum by ({population.label})", f"on ({population.label})"
+    if goal.klass == ALL:
+        by, on = "sum", "on ()"
+    total = f"{by} ({_of(population, goal, f'le={go_string(INFINITE)}')})"
+    below = f"{by} ({_of(population, goal, f'le=~{go_string(_le(goal.edge_s))}')})"
+    # A difference of sums of floats may be a hair below nothing.
+    above = f"clamp_min({total}\n- {below}, 0)"
+    if goal.slo.metric != "ITL":
+        return total, above
+    # One request has hundreds of gaps, which are slow together: what they say is worth as much as there are requests.
+    own = _matchers(goal)
+    requests = f"{by} (rate({population.histograms['E2E']}_count{f'{{{own}}}' if own else ''}[5m]))"
+    return f"{requests}\nand {on} {total}", f"{requests}\n* {above}\n/ clamp_min({total}, 1e-9)"
 
 
 def _budgets(found: Sequence[Goal]) -> dict[str, float]:
@@ -261,9 +277,12 @@ def _broken(population: Population, quantile: str, budget: float) -> Iterator[di
 
 
 def _of(population: Population, goal: Goal, *matchers: str) -> str:
-    own = [] if goal.klass in (None, ALL) else [f"class={go_string(str(goal.klass))}"]
-    inside = ",".join([*own, *matchers])
+    inside = ",".join(filter(None, (_matchers(goal), *matchers)))
     return population.buckets(goal.slo.metric) + (f"{{{inside}}}" if inside else "")
+
+
+def _matchers(goal: Goal) -> str:
+    return "" if goal.klass in (None, ALL) else f"class={go_string(str(goal.klass))}"
 
 
 def _le(edge_s: float) -> str:
@@ -297,7 +316,9 @@ def _quantile_alert(population: Population, goal: Goal) -> Alert:
     short, long, on = buckets, f"sum_over_time({buckets}[1h])", f"and on ({population.label})"
     if goal.klass == ALL:
         short, long, on = f"sum by (le) ({short})", f"sum by (le) ({long})", "and on ()"
-    name, unit = goal.slo.metric, "token gaps" if goal.slo.metric == "ITL" else "requests"
+    name, unit, counted = goal.slo.metric, "requests", ""
+    if name == "ITL":
+        unit, counted = "token gaps", " Gaps count as the requests that they are of."
     said = (
         ""
         if goal.edge_s == goal.slo.limit_s
@@ -318,8 +339,8 @@ def _quantile_alert(population: Population, goal: Goal) -> Alert:
             ),
         ),
         f"More than {goal.budget:.0%} of its {unit} take longer than that, by more than chance (one-sided test at 5 %), and at least "
-        f"{MIN_TAIL_SAMPLES:g} of them do: in the last five minutes, or, where these hold fewer than "
-        f"{math.ceil(MIN_TAIL_SAMPLES / goal.budget):,} {unit}, in the last hour." + goal.note,
+        f"{MIN_TAIL_SAMPLES:g} requests do: in the last five minutes, or, where these hold fewer than "
+        f"{math.ceil(MIN_TAIL_SAMPLES / goal.budget):,} requests, in the last hour.{counted}" + goal.note,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from tailscope import __version__, vllm_metrics
+from tailscope import __version__, stock_metrics
 from tailscope.alert_objectives import (
     INTERVAL_S,
     Engines,
@@ -37,7 +37,7 @@ Group = dict[str, Any]
 class Wanted:
     """For whom the file is: vLLM's own metrics by the names of `vllm`, or tailscope's where it is None."""
 
-    vllm: vllm_metrics.Version | None = None
+    vllm: stock_metrics.Version | None = None
     dashboard_url: str | None = None
     trace: str = "TRACE"
 
@@ -266,7 +266,7 @@ def _of_rules(rules: Sequence[Rule], wanted: Wanted) -> tuple[list[Group], list[
     made, notes = [], []
     for rule in rules:
         names: set[str] = set()
-        missing: dict[str, vllm_metrics.Version] = {}
+        missing: dict[str, stock_metrics.Version] = {}
         for alert in rule.alerts:
             of_source = [s for s in alert.signals if s.source == wanted.source]
             usable = [s for s in of_source if wanted.vllm is None or since(s) <= wanted.vllm]
@@ -277,7 +277,7 @@ def _of_rules(rules: Sequence[Rule], wanted: Wanted) -> tuple[list[Group], list[
             elif of_source and not usable:
                 missing[alert.name] = min(since(s) for s in of_source)
         notes += [
-            f"{wanted.prefix}{name}: its metrics exist from vLLM {vllm_metrics.written(version)} on"
+            f"{wanted.prefix}{name}: its metrics exist from vLLM {stock_metrics.written(version)} on"
             for name, version in missing.items()
             if name not in names
         ]
@@ -287,9 +287,9 @@ def _of_rules(rules: Sequence[Rule], wanted: Wanted) -> tuple[list[Group], list[
     return made, notes
 
 
-def since(signal: Signal) -> vllm_metrics.Version:
+def since(signal: Signal) -> stock_metrics.Version:
     """The first vLLM that has all metrics of a signal."""
-    return vllm_metrics.since(f"{signal.expr} {signal.guard}")
+    return stock_metrics.since(f"{signal.expr} {signal.guard}")
 
 
 def _limits(alert: Alert) -> dict[str, float]:
@@ -306,7 +306,7 @@ def _written(
     [signal] = alert.signals
     query, shown = signal.query(limits), signal.expr
     if wanted.vllm is not None:
-        query, shown = (vllm_metrics.spelled(text, wanted.vllm) for text in (query, shown))
+        query, shown = (stock_metrics.spelled(text, wanted.vllm) for text in (query, shown))
     annotations = {
         "summary": alert.summary,
         "description": alert.description or escaped(rule.why if rule else ""),
@@ -344,7 +344,7 @@ def _group(name: str, rules: list[Group]) -> Group:
 
 
 def _head(wanted: Wanted, notes: Iterable[str]) -> str:
-    of = "tailscope serve" if wanted.vllm is None else f"vLLM {vllm_metrics.written(wanted.vllm)}"
+    of = "tailscope serve" if wanted.vllm is None else f"vLLM {stock_metrics.written(wanted.vllm)}"
     lines = [
         f"Made by `tailscope alerts` {__version__} for the metrics of {of}. Do not edit: change tailscope.toml and make it again.",
         *(f"Left out: {note}." for note in notes),

@@ -36,11 +36,11 @@ def alerts(
     """Write alerting rules for Prometheus: objectives of classes, what rules look for, and tailscope's own health (docs/alerts.md)."""
     from tailscope import alerts as made
     from tailscope import config as configuration
-    from tailscope import registry, vllm_metrics
+    from tailscope import registry, stock_metrics
 
     if vllm_version is not None and not stock:
         raise UsageError("--vllm-version goes with --stock: tailscope's own metrics are the same for all")
-    version = vllm_metrics.parse_version(vllm_version) if vllm_version else vllm_metrics.NEWEST
+    version = stock_metrics.parse_version(vllm_version) if vllm_version else stock_metrics.NEWEST
     wanted = made.Wanted(
         vllm=version if stock else None,
         dashboard_url=None if dashboard_url is None else made.parse_url(dashboard_url),

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from tailscope import config, registry, vllm_metrics
+from tailscope import config, registry, stock_metrics
 from tailscope.alert_texts import go_string
 from tailscope.alerts import Wanted, render
 from tailscope.cli import app
@@ -31,7 +31,7 @@ CASES = Path(__file__).parent / "alerts"
 PROMTOOL = shutil.which("promtool")
 WANTED = {
     "tailscope": Wanted(),
-    "vllm": Wanted(vllm_metrics.NEWEST),
+    "vllm": Wanted(stock_metrics.NEWEST),
     "vllm-0.10": Wanted((0, 10)),
 }
 RULES = [rule for rule, _ in registry.rules()]
@@ -216,7 +216,7 @@ def test_an_alert_decides_by_thresholds_that_have_a_reason(rule: Rule, alert: Al
         assert "$" not in query
         sources = {"vllm:" in query, "tailscope_" not in query}
         assert len(sources) == 1, "an alert asks either vLLM's metrics or tailscope's"
-        assert vllm_metrics.names(query) <= vllm_metrics.SINCE.keys()
+        assert stock_metrics.names(query) <= stock_metrics.SINCE.keys()
 
 
 def test_the_sources_are_never_mixed() -> None:
@@ -235,18 +235,18 @@ def test_no_percentile_is_recorded() -> None:
 
 
 def test_buckets_are_those_that_vllm_has() -> None:
-    assert vllm_metrics.EDGES == {
+    assert stock_metrics.EDGES == {
         "TTFT": emitted.TTFT,
         "ITL": emitted.ITL,
         "TPOT": emitted.ITL,
         "E2E": emitted.LATENCY,
     }
-    unknown = {name.removeprefix("vllm:") for name in vllm_metrics.SINCE} - emitted.HELP.keys()
+    unknown = {name.removeprefix("vllm:") for name in stock_metrics.SINCE} - emitted.HELP.keys()
     assert not unknown
 
 
 def test_names_are_those_of_the_version() -> None:
-    old, new = (render(CONFIG, RULES, Wanted(version)) for version in ((0, 10), vllm_metrics.NEWEST))
+    old, new = (render(CONFIG, RULES, Wanted(version)) for version in ((0, 10), stock_metrics.NEWEST))
     assert "vllm:gpu_cache_usage_perc" in old
     assert "vllm:kv_cache_usage_perc" not in old
     assert "waiting_by_reason" not in old
@@ -274,7 +274,7 @@ def test_an_alert_without_its_metrics_is_left_out_and_told() -> None:
 
 def stock_p99(slos: dict[str, float], **more: Any) -> tuple[dict[str, Any] | None, str]:
     settings_ = config.Config(slos=tuple(config.Slo(k, "TTFT", "p99", v) for k, v in slos.items()), **more)
-    text = render(settings_, RULES, Wanted(vllm_metrics.NEWEST))
+    text = render(settings_, RULES, Wanted(stock_metrics.NEWEST))
     found = alerts_of(text).get("VllmP99AboveObjective")
     return found[0] if found else None, text
 
