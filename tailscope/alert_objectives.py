@@ -300,10 +300,9 @@ def alerts(population: Population, found: Sequence[Goal]) -> Iterator[tuple[Aler
     for goal in found:
         yield _quantile_alert(population, goal), {name: escaped(value) for name, value in goal.labels.items()}
     for quantile, budget in _budgets(found).items():
-        for burn in BURNS:
-            # More than all requests cannot lie above.
-            if burn.factor * budget < 1:
-                yield _burn_alert(population, quantile, budget, burn), {"window": burn.long}
+        # More than all requests cannot lie above; and half of them are no budget for errors.
+        for burn in BURNS if BURNS[0].factor * budget < 1 else ():
+            yield _burn_alert(population, quantile, budget, burn), {"window": burn.long}
 
 
 def _quantile_alert(population: Population, goal: Goal) -> Alert:
