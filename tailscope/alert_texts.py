@@ -27,12 +27,13 @@ def quoted_in_shell(label: str) -> str:
     return f"'{{{{ reReplaceAll \"'\" \"'\\\\''\" {label} }}}}'"
 
 
-def run(trace: str, last: str, rule: str | None) -> str:
-    """Template of the commands that say what is behind an alert: of its class, or its engine, where it is of one."""
+def run(trace: str, last: str, rule: str | None, narrowed: bool) -> str:
+    """Template of the commands that say what is behind an alert; `narrowed` to its class, or its engine, where it is of one."""
     command = escaped(f"tailscope diagnose {shlex.quote(trace)} --last {last}")
-    # `all` is everybody's objective, no class to look at.
-    command += (
-        '{{ with $labels.class }}{{ if ne . "all" }} --class ' + quoted_in_shell(".") + "{{ end }}{{ end }}"
-    )
-    command += "{{ with $labels.endpoint }} --instance " + quoted_in_shell(".") + "{{ end }}"
+    if narrowed:
+        # `all` is everybody's objective, no class to look at.
+        command += '{{ with $labels.class }}{{ if ne . "all" }} --class ' + quoted_in_shell(".")
+        command += (
+            "{{ end }}{{ end }}{{ with $labels.endpoint }} --instance " + quoted_in_shell(".") + "{{ end }}"
+        )
     return command + (escaped(f"; tailscope rules {shlex.quote(rule)}") if rule else "")

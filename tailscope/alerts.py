@@ -310,7 +310,9 @@ def _written(
     annotations = {
         "summary": alert.summary,
         "description": alert.description or escaped(rule.why if rule else ""),
-        "run": alert.run or run(wanted.trace, alert.last, rule.name if rule else None),
+        "run": alert.run
+        # What a Prometheus that scrapes engines calls endpoint is a port.
+        or run(wanted.trace, alert.last, rule.name if rule else None, narrowed=wanted.vllm is None),
         "dashboard": _dashboard(wanted.dashboard_url, shown),
     }
     if rule is not None and rule.remedies:
