@@ -5,9 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Threshold, severity_of
+from tailscope.model import (
+    Alert,
+    Decision,
+    Evidence,
+    Finding,
+    Party,
+    Remedy,
+    Rows,
+    Rule,
+    Signal,
+    Threshold,
+    severity_of,
+)
 
-from . import _tails
+from . import _alerts, _tails
 
 Row = Mapping[str, Any]
 
@@ -112,6 +124,15 @@ def finding(hurt: Sequence[Row]) -> Finding:
 #: Seconds before the engine's queue that are no mere hand-over; and the correlation from which the prompt's length matters.
 LONG_S, GROWS = 0.1, 0.3
 
+#: Over how long means of vLLM's histograms are taken for an alert.
+MEANS = "[15m]"
+
+
+def mean(histogram: str) -> str:
+    """PromQL of a mean, in seconds."""
+    return f"rate(vllm:{histogram}_seconds_sum{MEANS}) / rate(vllm:{histogram}_seconds_count{MEANS})"
+
+
 RULE = Rule(
     name="hidden-queue",
     summary="Requests wait where neither running nor waiting counts them.",
@@ -167,4 +188,32 @@ RULE = Rule(
         "Send the same prompts as token ids for ten minutes: TTFT falls to queue plus prefill if it was tokenising",
     ),
     decide=decide,
+    alerts=(
+        _alerts.found(
+            "HiddenQueue", "hidden-queue", "Requests wait in the API server before the engine knows of them"
+        ),
+        Alert(
+            "HiddenQueue",
+            "warning",
+            "10m",
+            "Requests to {{ $labels.instance }} spend {{ $value | humanizeDuration }} on average before the engine's queue, which is empty",
+            (
+                Signal(
+                    " - ".join(
+                        mean(name)
+                        for name in ("time_to_first_token", "request_queue_time", "request_prefill_time")
+                    ),
+                    "> $long",
+                    # Means of requests that began and that ended meanwhile differ while a queue grows: then it is not hidden.
+                    f"and avg_over_time(vllm:num_requests_waiting{MEANS}) < $queued\n"
+                    f"and {mean('time_to_first_token')} > (1 + $slowdown) * ({mean('request_queue_time')} + {mean('request_prefill_time')})\n"
+                    f"and increase(vllm:time_to_first_token_seconds_count{MEANS}) >= $least",
+                ),
+            ),
+            thresholds=(
+                _alerts.QUEUED,
+                Threshold("least", 20, "requests", "Of fewer no mean says what is usual."),
+            ),
+        ),
+    ),
 )

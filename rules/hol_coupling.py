@@ -6,9 +6,21 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from tailscope.model import Decision, Evidence, Finding, Party, Rows, Rule, Threshold, severity_of
+from tailscope.model import (
+    HIGH_SHARE,
+    Alert,
+    Decision,
+    Evidence,
+    Finding,
+    Party,
+    Rows,
+    Rule,
+    Signal,
+    Threshold,
+    severity_of,
+)
 
-from . import _coupling_forms, _prefill, _tails
+from . import _alerts, _coupling_forms, _prefill, _tails
 
 #: An exposure test that is not significant at this level has seen nothing.
 NOT_SEEN = 0.05
@@ -260,4 +272,24 @@ RULE = Rule(
         "Remove the long class for ten minutes: the coupled requests' TTFT falls to the uncoupled one's",
     ),
     decide=decide,
+    alerts=(
+        Alert(
+            "Coupling",
+            "warning",
+            "5m",
+            "{{ $value | humanizePercentage }} of the {{ $labels.metric }} excess of class {{ $labels.class }} is others' prefill",
+            (
+                Signal(
+                    "max by (class, metric) (tailscope_coupling_ratio)",
+                    ">= $high",
+                    _alerts.is_found("hol-coupling"),
+                ),
+            ),
+            thresholds=(
+                Threshold(
+                    "high", HIGH_SHARE, "0-1", "From this share of a class's excess on a finding is high."
+                ),
+            ),
+        ),
+    ),
 )

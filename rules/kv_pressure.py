@@ -8,9 +8,21 @@ from dataclasses import replace
 import numpy as np
 from scipy import stats
 
-from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Threshold, severity_of
+from tailscope.model import (
+    Alert,
+    Decision,
+    Evidence,
+    Finding,
+    Party,
+    Remedy,
+    Rows,
+    Rule,
+    Signal,
+    Threshold,
+    severity_of,
+)
 
-from . import _kv
+from . import _alerts, _kv
 from ._tails import Row
 
 
@@ -185,6 +197,12 @@ SHORT_FIRST = Remedy(
     "vLLM V1",
     "Long prompts wait longer, for as long as short ones keep coming",
 )
+#: What the alert means.
+BEFORE_PREEMPTION = (
+    "A warning, before anybody is preempted: requests wait for room in the KV cache, and the next answers that grow throw "
+    "running ones out. A full cache with nobody waiting is none."
+)
+
 RULE = Rule(
     name="kv-pressure",
     summary="Requests queue for room in the KV cache; hardly any are preempted.",
@@ -222,4 +240,37 @@ RULE = Rule(
         "Replay with a larger cache, or without the class that holds it: TTFT falls to that of requests that came while there was room",
     ),
     decide=decide,
+    alerts=(
+        Alert(
+            "KvThrash",
+            "warning",
+            "2m",
+            "The KV cache of {{ $labels.instance }} is {{ $value | humanizePercentage }} full and requests wait",
+            tuple(
+                Signal(
+                    f"avg_over_time(vllm:kv_cache_usage_perc{_alerts.WINDOW})",
+                    "> $full",
+                    f"and {waiting} >= $queued",
+                )
+                for waiting in (_alerts.WAITING, _alerts.ALL_WAITING)
+            ),
+            BEFORE_PREEMPTION,
+            thresholds=(_alerts.QUEUED,),
+        ),
+        Alert(
+            "KvThrash",
+            "warning",
+            "2m",
+            "The KV cache of {{ $labels.endpoint }} is {{ $value | humanizePercentage }} full and requests wait",
+            (
+                Signal(
+                    f"avg_over_time(tailscope_kv_cache_usage_ratio{_alerts.WINDOW})",
+                    "> $full",
+                    f"and avg_over_time(tailscope_requests_waiting{_alerts.WINDOW}) >= $queued",
+                ),
+            ),
+            BEFORE_PREEMPTION,
+            thresholds=(_alerts.QUEUED,),
+        ),
+    ),
 )

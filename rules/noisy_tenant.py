@@ -8,7 +8,7 @@ from typing import Any
 
 from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Threshold, severity_of
 
-from . import _prefill, _tails
+from . import _alerts, _prefill, _tails
 
 Row = Mapping[str, Any]
 
@@ -272,4 +272,7 @@ RULE = Rule(
         "Compare the other tenants' p99 in the minutes with and without the tenant: tailscope diagnose --from --to",
     ),
     decide=decide,
+    alerts=(
+        _alerts.found("NoisyTenant", "noisy-tenant", "One tenant's load makes the others' requests slow"),
+    ),
 )

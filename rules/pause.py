@@ -8,9 +8,9 @@ import numpy as np
 from scipy import stats
 
 from tailscope import outliers
-from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Threshold
+from tailscope.model import Alert, Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Signal, Threshold
 
-from . import _pauses, _tails
+from . import _alerts, _pauses, _tails
 from ._tails import BEYOND_BATCH, Row
 
 UNKNOWN = "nothing that is known"
@@ -255,4 +255,23 @@ RULE = Rule(
         "Without what stopped it, replay the same load: the requests that were there have the latency of the others",
     ),
     decide=decide,
+    alerts=(
+        _alerts.found("Pause", "pause", "The engine stood still"),
+        Alert(
+            "StandingStill",
+            "warning",
+            "1m",
+            "{{ $labels.instance }} has {{ $value }} requests running and has computed nothing for five minutes",
+            (
+                Signal(
+                    f"min_over_time(vllm:num_requests_running{_alerts.WINDOW})",
+                    "> 0",
+                    f"and rate(vllm:generation_tokens_total{_alerts.WINDOW}) == 0\n"
+                    f"and rate(vllm:prompt_tokens_total{_alerts.WINDOW}) == 0",
+                ),
+            ),
+            "An engine that stands still finishes nothing, so no histogram shows it and no p99 rises: all that wait for it wait "
+            "until somebody restarts it or sends their requests elsewhere.",
+        ),
+    ),
 )

@@ -6,9 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Threshold, severity_of
+from tailscope.model import (
+    Alert,
+    Decision,
+    Evidence,
+    Finding,
+    Party,
+    Remedy,
+    Rows,
+    Rule,
+    Signal,
+    Threshold,
+    severity_of,
+)
 
-from . import _kv, _pauses, _tails
+from . import _alerts, _kv, _pauses, _tails
 
 
 def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
@@ -284,4 +296,45 @@ RULE = Rule(
         "Watch rate(vllm:num_preemptions_total[1m]) together with vllm:kv_cache_usage_perc and vllm:num_requests_waiting",
     ),
     decide=decide,
+    alerts=(
+        _alerts.found(
+            "PreemptionStorm", "preemption-storm", "The KV cache runs out and requests are preempted"
+        ),
+        Alert(
+            "PreemptionStorm",
+            "warning",
+            "5m",
+            "{{ $labels.instance }} preempts running requests: {{ $value | humanizePercentage }} of those that finish were preempted "
+            "more than once",
+            (
+                Signal(
+                    f'1 - rate(vllm:request_num_preemptions_bucket{{le=~"1|1\\\\.0"}}{_alerts.WINDOW}) '
+                    f"/ ignoring (le) rate(vllm:request_num_preemptions_count{_alerts.WINDOW})",
+                    "> $hit",
+                    f"and increase(vllm:num_preemptions_total{_alerts.WINDOW}) >= $many",
+                ),
+            ),
+        ),
+        Alert(
+            "PreemptionStorm",
+            "warning",
+            "5m",
+            "{{ $labels.instance }} preempts running requests: {{ $value | humanize }} times for each request that finishes",
+            (
+                Signal(
+                    f"rate(vllm:num_preemptions_total{_alerts.WINDOW}) / {_alerts.FINISHED}",
+                    "> $each",
+                    f"and increase(vllm:num_preemptions_total{_alerts.WINDOW}) >= $many",
+                ),
+            ),
+            thresholds=(
+                Threshold(
+                    "each",
+                    0.1,
+                    "a finished request",
+                    "One in ten stands still for seconds; healthy engines preempt a few in a hundred, once each.",
+                ),
+            ),
+        ),
+    ),
 )

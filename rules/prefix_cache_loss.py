@@ -5,9 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Threshold, severity_of
+from tailscope.model import (
+    Alert,
+    Decision,
+    Evidence,
+    Finding,
+    Party,
+    Remedy,
+    Rows,
+    Rule,
+    Signal,
+    Threshold,
+    severity_of,
+)
 
-from . import _prefill, _tails
+from . import _alerts, _prefill, _tails
 
 Row = Mapping[str, Any]
 
@@ -179,6 +191,11 @@ def remedies(row: Row, pressed: bool) -> tuple[Remedy, ...]:
     return (*several, memory, offload) if pressed else (same, *several, offload)
 
 
+def hit_rate(window: str) -> str:
+    """PromQL of the share of prompt tokens that were found in the cache."""
+    return f"rate(vllm:prefix_cache_hits_total{window}) / rate(vllm:prefix_cache_queries_total{window})"
+
+
 RULE = Rule(
     name="prefix-cache-loss",
     summary="Prompts that were found in the prefix cache no longer are.",
@@ -228,4 +245,26 @@ RULE = Rule(
         "Replay one prompt twice within a second: the second's cached tokens are its length but for the last block",
     ),
     decide=decide,
+    alerts=(
+        _alerts.found(
+            "PrefixCacheLoss", "prefix-cache-loss", "Prompts are no longer found in the prefix cache"
+        ),
+        Alert(
+            "PrefixCacheLoss",
+            "warning",
+            "10m",
+            "The prefix cache of {{ $labels.instance }} hits {{ $value | humanizePercentage }} of tokens less than in the six hours before",
+            (
+                Signal(
+                    f"{hit_rate('[6h] offset 30m')} - {hit_rate('[30m]')}",
+                    "> $fall",
+                    "and increase(vllm:e2e_request_latency_seconds_count[30m]) >= $least",
+                ),
+            ),
+            thresholds=(
+                Threshold("least", 100, "requests", "A few conversations make a hit rate of their own."),
+            ),
+            last="30m",
+        ),
+    ),
 )

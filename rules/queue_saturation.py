@@ -9,9 +9,21 @@ from typing import Any
 
 from scipy import stats as distributions
 
-from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Threshold, severity_of
+from tailscope.model import (
+    Alert,
+    Decision,
+    Evidence,
+    Finding,
+    Party,
+    Remedy,
+    Rows,
+    Rule,
+    Signal,
+    Threshold,
+    severity_of,
+)
 
-from . import _tails
+from . import _alerts, _tails
 
 Row = Mapping[str, Any]
 
@@ -404,4 +416,21 @@ RULE = Rule(
         "Watch vllm:num_requests_waiting: it grows while more comes than rate(vllm:request_success_total[1m]) says is served",
     ),
     decide=decide,
+    alerts=(
+        _alerts.found("QueueSaturation", "queue-saturation", "An engine is asked for more than it can serve"),
+        Alert(
+            "QueueSaturation",
+            "warning",
+            "10m",
+            "At the rate at which {{ $labels.instance }} finishes requests its queue takes {{ $value | humanizeDuration }} to be served",
+            tuple(
+                Signal(
+                    f"{waiting} / {_alerts.FINISHED}",
+                    "> $lasting",
+                    f"and {waiting} > $slowdown * avg_over_time(vllm:num_requests_running{_alerts.WINDOW})",
+                )
+                for waiting in (_alerts.WAITING, _alerts.ALL_WAITING)
+            ),
+        ),
+    ),
 )

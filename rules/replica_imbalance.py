@@ -6,9 +6,21 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Threshold, severity_of
+from tailscope.model import (
+    Alert,
+    Decision,
+    Evidence,
+    Finding,
+    Party,
+    Remedy,
+    Rows,
+    Rule,
+    Signal,
+    Threshold,
+    severity_of,
+)
 
-from . import _tails
+from . import _alerts, _tails
 
 Row = Mapping[str, Any]
 
@@ -232,4 +244,28 @@ RULE = Rule(
         "Exchange two replicas in the router: if the slowness moves, it is the routing; if it stays, it is the machine",
     ),
     decide=decide,
+    alerts=(
+        _alerts.found(
+            "ReplicaImbalance", "replica-imbalance", "One replica is busier or slower than its peers"
+        ),
+        Alert(
+            "ReplicaImbalance",
+            "warning",
+            "5m",
+            "{{ $value | humanize }} requests wait at {{ $labels.instance }} on average while a peer of it has none waiting",
+            (
+                Signal(
+                    "avg_over_time(vllm:num_requests_waiting[15m])",
+                    ">= $queued",
+                    "and on (job, model_name) min by (job, model_name) (avg_over_time(vllm:num_requests_waiting[15m])) < $none",
+                ),
+            ),
+            thresholds=(
+                _alerts.QUEUED,
+                Threshold(
+                    "none", 0.1, "requests", "Nobody for nine tenths of the time: it had room to spare."
+                ),
+            ),
+        ),
+    ),
 )

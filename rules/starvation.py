@@ -7,7 +7,7 @@ from typing import Any
 
 from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Threshold, severity_of
 
-from . import _prefill, _tails
+from . import _alerts, _prefill, _tails
 
 Row = Mapping[str, Any]
 
@@ -182,4 +182,5 @@ RULE = Rule(
         "After the change, an answer takes as many steps as it has tokens, and the longest token gap is that of the longest step",
     ),
     decide=decide,
+    alerts=(_alerts.found("Starvation", "starvation", "Running requests get no tokens while others do"),),
 )

@@ -10,6 +10,7 @@ from typing import Any
 from scipy import stats
 
 from tailscope.model import (
+    Alert,
     Decision,
     Evidence,
     Finding,
@@ -18,9 +19,11 @@ from tailscope.model import (
     Rows,
     Rule,
     Severity,
+    Signal,
     Threshold,
 )
 
+from . import _alerts
 from ._lateness import cause_of, common_evidence, others, over_time, place_of, where
 from ._ranks import HEALTHY, MATCHED, SHARE, Row, alone, by_window, unfit, unprofiled, unsure
 from ._tails import WAITING, Part, part_of, severity_by
@@ -458,4 +461,19 @@ RULE = Rule(
         "Watch the steps' time after the change: it should fall by what its lateness cost them",
     ),
     decide=decide,
+    alerts=(
+        Alert(
+            "Straggler",
+            "warning",
+            "5m",
+            "Others wait for rank {{ $labels.rank }} of {{ $labels.endpoint }} for {{ $value | humanizePercentage }} of the time of steps",
+            (
+                Signal(
+                    "max by (endpoint, rank) (tailscope_straggler_ratio)",
+                    ">= $share",
+                    _alerts.is_found("straggler-rank"),
+                ),
+            ),
+        ),
+    ),
 )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from tailscope.cli_alerts import alerts
 from tailscope.errors import BadInput, UsageError
 
 if TYPE_CHECKING:
@@ -312,6 +313,9 @@ def rules(
         console.print(explain(known[name]))
     else:
         raise UsageError(f"no rule {name!r}; rules are {', '.join(known)}")
+
+
+app.command()(alerts)
 
 
 class Example(StrEnum):

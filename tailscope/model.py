@@ -198,11 +198,57 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
+class Signal:
+    """What Prometheus computes for an alert: PromQL, what it is held against, and when that means anything.
+
+    The metrics are vLLM's own, by the names of its newest version, or those of `tailscope serve`; never both. As in a
+    rule's query `$name` is a threshold. `guard` continues the expression: `and …`, `unless …`.
+    """
+
+    expr: str
+    test: str
+    guard: str = ""
+
+    @property
+    def source(self) -> Literal["vllm", "tailscope"]:
+        return "vllm" if "vllm:" in self.expr else "tailscope"
+
+    def query(self, limits: Mapping[str, float]) -> str:
+        """All of it, with the thresholds' values."""
+        text = f"({self.expr}) {self.test}" + (f"\n{self.guard}" if self.guard else "")
+        return re.sub(r"\$(\w+)", lambda name: f"{limits[name[1]]:g}", text)
+
+
+@dataclass(frozen=True)
+class Alert:
+    """What is to be told while a trace is not yet looked at. A series of its signal is one place where it is so.
+
+    Of `signals` the first of each source counts whose metrics exist. `thresholds` are those that its rule does not have,
+    because metrics show something else than a trace. `summary`, `description` and `run` are Prometheus templates; without
+    a description the rule's `why` stands there. What to run is a diagnosis of the `last` part of a trace, unless `run` says.
+    """
+
+    name: str
+    severity: Literal["critical", "warning"]
+    hold: str
+    summary: str
+    signals: tuple[Signal, ...]
+    description: str = ""
+    thresholds: tuple[Threshold, ...] = ()
+    last: str = "15m"
+    run: str = ""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Z][A-Za-z0-9]*", self.name):
+            raise ValueError(f"alert name {self.name!r} is not CamelCase")
+
+
+@dataclass(frozen=True)
 class Rule:
     """One pattern. A value beside a query of the same stem; `decide` turns its rows into a decision.
 
     `needs` names views the query reads that must have rows, else the rule's status is `no-data`
-    with `missing` as the reason. The query gets each threshold as a named parameter it may use.
+    with `missing` as the reason. The query gets each threshold as a named parameter it may use, and so do `alerts`.
     """
 
     name: str
@@ -214,6 +260,7 @@ class Rule:
     remedies: tuple[Remedy, ...]
     confirm_by: tuple[str, ...]
     decide: Callable[[Rows, Mapping[str, float]], Decision]
+    alerts: tuple[Alert, ...] = ()
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", self.name):
@@ -222,6 +269,10 @@ class Rule:
     @property
     def limits(self) -> dict[str, float]:
         return {threshold.name: threshold.value for threshold in self.thresholds}
+
+    def limits_of(self, alert: Alert) -> dict[str, float]:
+        """By what an alert of it decides."""
+        return self.limits | {threshold.name: threshold.value for threshold in alert.thresholds}
 
 
 def severity_of(share: float | None, slo_broken: bool = False) -> Severity:

@@ -32,6 +32,7 @@ DISTRIBUTIONS = {
     "google": "protobuf",
     "opentelemetry": "opentelemetry-proto",
     "prometheus_client": "prometheus-client",
+    "yaml": "PyYAML",
 }
 #: Imported by a dependency of ours for us: `trace.requests.df()` is DuckDB's, and needs it.
 FOR_OTHERS = {"pandas"}

@@ -36,6 +36,7 @@ WRITTEN = [
         "docs/ranks.md",
         "docs/experts.md",
         "docs/steps.md",
+        "docs/alerts.md",
     ),
 ]
 PAGES = [*WRITTEN, *(f"docs/{name}" for name in reference.pages())]

@@ -17,6 +17,7 @@ from typing import Any, get_args, get_type_hints
 from tailscope import registry
 from tailscope.ledger.lines import COMPONENTS
 from tailscope.model import Collector, Rule
+from tailscope.render.rules import alert_name, alerts_of, where
 from tailscope.scan import SQL_TYPES
 from tailscope.schema import TABLES, Table
 from tailscope.sim import scenario
@@ -160,9 +161,28 @@ def _rule_section(rule: Rule) -> str:
             *remedies,
             "\n**Would confirm it.**\n",
             *(f"- {_sentence(text)}" for text in rule.confirm_by),
+            *_alerts(rule),
             "",
         ]
     )
+
+
+def _alerts(rule: Rule) -> list[str]:
+    """What of a rule Prometheus can tell; nothing of most rules."""
+    rows = [
+        (
+            f"`{alert_name(alert, signal)}`",
+            where(signal),
+            f"`{' '.join(signal.query(rule.limits_of(alert)).split())}`",
+            alert.hold,
+            " ".join(t.why for t in alert.thresholds),
+        )
+        for alert, signal in alerts_of(rule)
+    ]
+    if not rows:
+        return []
+    header = ("alert", "metrics of", "when", "for", "why these values, where they are not the rule's")
+    return ["\n**Alerts** that `tailscope alerts` writes.\n", _grid(header, rows)]
 
 
 def collectors_page(collectors: Sequence[Collector]) -> str:
