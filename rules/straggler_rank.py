@@ -359,18 +359,19 @@ def finding(
         window_ns=(late["first_ns"], late["last_ns"]),
         evidence=tuple(evidence),
         counter_evidence=tuple(counter),
-        remedies=remedies(cause, severity),
+        remedies=remedies(cause, severity, late["phases"]),
         confirm_by=RULE.confirm_by,
         claims=WAITING,
         explains=tail.explains if tail else {},
     )
 
 
-def remedies(cause: str, severity: Severity) -> tuple[Remedy, ...]:
+def remedies(cause: str, severity: Severity, phases: Sequence[Row] | None) -> tuple[Remedy, ...]:
     """Those that fit: balancing only where a rank had more to do, nothing invasive for what is low."""
-    look, bind, balance, replace = RULE.remedies
+    look, bind, balance, spread, replace = RULE.remedies
+    of_experts = not phases or phases[0]["phase"] == "expert"
     fitting = {
-        "load": (balance,),
+        "load": (balance if of_experts else spread,),
         "host": (bind, look),
         "compute and load": (look, bind, balance, replace),
     }.get(cause, (look, bind, replace))
@@ -444,6 +445,12 @@ RULE = Rule(
             "--enable-eplb --eplb-config '{\"num_redundant_experts\": 32}'",
             "vLLM with expert parallelism",
             "memory for the copies, and a pause each time they move",
+        ),
+        Remedy(
+            "Where its engine gets more to prefill than others: spread prompts over the engines by their tokens",
+            "a router that knows the DP ranks' load, or --data-parallel-hybrid-lb / --data-parallel-external-lb with one",
+            "vLLM V1",
+            "a router to configure",
         ),
         Remedy(
             "Take the device or host out and start the rank elsewhere",
