@@ -23,6 +23,7 @@ from tailscope.ledger.recompute import write_told
 from tailscope.ledger.requests import Requests, culprit_classes, load_requests, load_steps
 from tailscope.ledger.stalls import MIN_STALL_STEPS, Gaps, Stalls, by_holder, load_gaps, resumption_ns
 from tailscope.ledger.steps import Limits, Place, Prefills, Steps
+from tailscope.ledger.unserved import uncertain_ns
 from tailscope.model import ClassRow
 from tailscope.stats import Floats, Ints
 from tailscope.store import Trace
@@ -117,7 +118,9 @@ def _write_instance(trace: Trace, ledger: Ledger, gaps: Gaps, instance: str, lim
             ledger.times[instance, engine] = time
             ledger.lanes[instance, engine] = lane
             ledger.engines.append(_about(time, instance, engine, ledger.window_ns))
-            _book(trace, ledger, requests, _bookings(time, requests, slice(own), gaps, membership))
+            error_ns = uncertain_ns(trace, instance, engine)
+            booked = _bookings(time, requests, slice(own), gaps, membership, error_ns)
+            _book(trace, ledger, requests, booked)
             if anywhere is not None:
                 guesses.append(_bookings(time, anywhere, slice(own, None), gaps, engines=len(spans)))
     if anywhere is not None:
@@ -217,10 +220,12 @@ def _bookings(
     mine: slice,
     gaps: Gaps,
     membership: Membership | None = None,
+    error_ns: float | None = None,
     engines: int = 1,
 ) -> list[Booking]:
     """The bill of requests on one engine. `mine`: those inside the steps' time among the engine's prefills; `membership`:
-    in which steps they were, where that is told; `engines`: on how many they may have run."""
+    in which steps they were, where that is told; `error_ns`: how far off these are, where the requests are known to have run
+    on this engine; `engines`: on how many they may have run."""
     wait, queue, prefill, decode = r.phases()
     instants = np.cumsum([r.arrival_ns, wait, queue, prefill, decode], axis=0)
     queued, scheduled, first, last = (Place(time.steps, instant) for instant in instants[1:])
@@ -260,7 +265,7 @@ def _bookings(
         np.where(r.culprit[inside] == c, 0.0, h[mine]) for c, h in enumerate(time.own_held_back)
     ]
     at_home = own - np.minimum(elsewhere.sum(axis=0), own)
-    stalls = Stalls(time, r, gaps, membership)
+    stalls = Stalls(time, r, gaps, membership, error_ns)
 
     def at_work(sums: Floats, start: Place, end: Place, spared: Floats | float = 0.0) -> Floats:
         """What of a prefix sum lies between, but for the request's stalls and what is `spared`."""
