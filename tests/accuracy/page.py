@@ -38,7 +38,9 @@ FAMILIES_TEXT = (
 )
 BILLS_TEXT = (
     "The parts of a class's excess, tail against typical requests, by the ledger and by the simulator, which knows who was in "
-    "which step and what each part of it cost. Errors are points of the excess (0.1 = 10 points).\n"
+    "which step and what each part of it cost. Errors are points of the excess (0.1 = 10 points). Where engines step together, a "
+    "slow rank and its engine's own prefill make the same others wait: the ledger divides that by its model of what prefill takes, "
+    "so that there `ranks` and `others' prefill` may change places in part.\n"
 )
 TOLD_TEXT = (
     "The same where a schedule tells which requests were in which step "
