@@ -109,7 +109,11 @@ def hurts_itself(rng: Rng, _: float) -> Scenario:
         output_tokens=Sizes(uniform(rng, 120, 250), 0.4, 20, 600),
     )
     made = engine(rng, max_num_seqs=int(rng.integers(32, 64)), policy="priority")
-    causes = (NOISY, replace(NOISY, rule="priority-inversion"))
+    causes = (
+        NOISY,
+        replace(NOISY, rule="priority-inversion"),
+        replace(NOISY, rule="queue-saturation", culprit=None),
+    )
     return world(rng, *several(rng, uniform(rng, 3, 6)), bulk, engine=made, causes=causes)
 
 
