@@ -59,11 +59,13 @@ def by_slots(rng: Rng, strength: float) -> Scenario:
         output_tokens=Sizes(uniform(rng, 900, 1_400), 0.2, 400, 1_900),
     )
     made = engine(rng, max_num_seqs=slots)
+    # Where nobody queues its answers make larger batches alone, and a batch's normal cost is nobody's blame.
+    noisy = replace(NOISY, without={"engine": {"max_num_seqs": 1_024}})
     causes = (
-        NOISY,
+        noisy,
         # The same by the answers that hold the slots, and by the queue that lasts.
-        replace(NOISY, rule="long-output", culprit="class:<512|reasoning"),
-        replace(NOISY, rule="queue-saturation", culprit=None),
+        replace(noisy, rule="long-output", culprit="class:<512|reasoning"),
+        replace(noisy, rule="queue-saturation", culprit=None),
     )
     return world(rng, *several(rng, uniform(rng, 4, 7)), bulk, engine=made, causes=causes)
 
