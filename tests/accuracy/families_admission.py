@@ -238,20 +238,17 @@ def cache_lost(rng: Rng, strength: float) -> Scenario:
     return world(rng, *loads, faults=(fault,), causes=causes, **roomy(rng))
 
 
-def unique_prompts(rng: Rng, _: float) -> Scenario:
-    """A new tenant whose prompts are as long, and none begins as another: the hit rate falls, and nothing was lost. But what it
-    computes the others wait for; where it sends in their name nothing tells the two apart."""
+def unique_prompts(rng: Rng, _: float, tenant: str = "agents") -> Scenario:
+    """Prompts that are as long come on top, and none begins as another: the hit rate falls, and nothing was lost."""
     load = agents(rng)
-    new = replace(
-        load,
-        name="new",
-        prefix_tokens=0,
-        from_s=75.0,
-        rate=load.rate / 4,
-        tenant=str(rng.choice(["new", "agents"])),
-    )
+    new = replace(load, name="new", prefix_tokens=0, from_s=75.0, rate=load.rate / 4, tenant=tenant)
+    return world(rng, load, new, **roomy(rng))
+
+
+def new_tenant(rng: Rng, strength: float) -> Scenario:
+    """The same of a tenant that is new: what it computes the others wait for."""
     noisy = Cause("noisy-tenant", "tenant:new", (), {"loads": ["new"]})
-    return world(rng, load, new, causes=(noisy,) if new.tenant == "new" else (), **roomy(rng))
+    return replace(unique_prompts(rng, strength, "new"), causes=(noisy,))
 
 
 def cold_start(rng: Rng, _: float) -> Scenario:
@@ -315,7 +312,8 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "cache lost", "fault", cache_lost, "prompts whose beginning is no longer in the cache", (0.5, 1, 3)
     ),
-    Family("unique prompts", "decoy", unique_prompts, "a new tenant whose prompts never repeat"),
+    Family("unique prompts", "decoy", unique_prompts, "prompts that never repeat, on top of those that do"),
+    Family("new tenant", "fault", new_tenant, "a new tenant whose prompts never repeat"),
     Family("cold start", "decoy", cold_start, "a prefix cache that fills at first"),
     Family("never cached", "decoy", never_cached, "prompts half of which never repeat, all the time"),
 )

@@ -97,8 +97,8 @@ def together(rng: Rng, _: float) -> Scenario:
 
 
 def hurts_itself(rng: Rng, _: float) -> Scenario:
-    """A tenant that waits for its own slots: all others are served first. Some of these worlds have so few slots that the
-    others wait as well, since who runs keeps its slot whatever its priority."""
+    """A tenant that waits for its own slots, while all others are served first: but in most of these worlds the others wait as
+    well, since who runs keeps its slot whatever its priority."""
     bulk = Load(
         "bulk",
         arrivals="bursty",
@@ -132,11 +132,6 @@ FAMILIES: tuple[Family, ...] = (
     Family("noisy slots", "fault", by_slots, "one tenant's answers take the slots", (1, 1.6)),
     Family("big tenant", "decoy", big_and_harmless, "one tenant with most of the requests", suspects=SUSPECT),
     Family("tenants together", "decoy", together, "equal tenants in the same bursts"),
-    Family(
-        "tenant by itself",
-        "decoy",
-        hurts_itself,
-        "a tenant that waits for its own requests",
-    ),
+    Family("tenant by itself", "fault", hurts_itself, "a tenant that waits most for its own requests"),
     Family("one tenant", "fault", sole, "one tenant who sends everything"),
 )
