@@ -136,12 +136,18 @@ def held_by_lower(rng: Rng, strength: float) -> Scenario:
 
 
 def kept(rng: Rng, _: float) -> Scenario:
-    """Bursts of requests that can wait, and a server that lets them; their answers are short, so a slot is soon free."""
+    """Bursts of requests that can wait, and a server that lets them; their answers are short, so a slot is soon free, and their
+    prompts cost next to nothing."""
     better, lower = levels(rng)
     users = chat(rng, uniform(rng, 4, 8), tenant="users", priority=better)
     jobs = replace(batch(rng, uniform(rng, 15, 30), lower), output_tokens=Sizes(10, 0.4, 2, 30))
     one = world(rng, users, jobs, **roomy(rng, policy="priority"))
-    return short_of_slots(one, 0.05)
+    cheap = replace(one.cost, prefill_token=1e-6, attention=1e-11, prefill_request=1e-6, frontend=0.0002)
+    return short_of_slots(replace(one, cost=cheap), 0.05)
+
+
+def with_slots(one: Scenario) -> Scenario:
+    return replace(one, engine=replace(one.engine, max_num_seqs=MANY))
 
 
 def nobody_waits(rng: Rng, _: float) -> Scenario:
@@ -289,7 +295,7 @@ FAMILIES: tuple[Family, ...] = (
         "decoy",
         kept,
         "a lower priority waits for a better one",
-        suspects={"priority-inversion": without_batch},
+        suspects={"priority-inversion": with_slots},
     ),
     Family("priorities, no queue", "decoy", nobody_waits, "priorities ignored where nobody queues"),
     Family(
