@@ -13,6 +13,9 @@ from tailscope.sim.scenario import Cause, Load, Scenario, Sizes
 
 TENANTS = ("acme", "bolt", "cord")
 NOISY = Cause("noisy-tenant", "tenant:bulk", ("<512",), {"loads": ["bulk"]})
+#: The same by its slots, against slots for all: where nobody queues for one its answers make larger batches alone, and a
+#: batch's normal cost is nobody's blame.
+HOLDS_SLOTS = replace(NOISY, without={"engine": {"max_num_seqs": 1_024}})
 
 
 def several(rng: Rng, rate: float, **changes: object) -> list[Load]:
@@ -62,13 +65,11 @@ def by_slots(rng: Rng, strength: float) -> Scenario:
         output_tokens=Sizes(uniform(rng, 900, 1_400), 0.2, 400, 1_900),
     )
     made = engine(rng, max_num_seqs=slots)
-    # Where nobody queues its answers make larger batches alone, and a batch's normal cost is nobody's blame.
-    noisy = replace(NOISY, without={"engine": {"max_num_seqs": 1_024}})
     causes = (
-        noisy,
+        HOLDS_SLOTS,
         # The same by the answers that hold the slots, and by the queue that lasts.
-        replace(noisy, rule="long-output", culprit="class:<512|reasoning"),
-        replace(noisy, rule="queue-saturation", culprit=None),
+        replace(HOLDS_SLOTS, rule="long-output", culprit="class:<512|reasoning"),
+        replace(HOLDS_SLOTS, rule="queue-saturation", culprit=None),
     )
     return world(rng, *several(rng, uniform(rng, 4, 7)), bulk, engine=made, causes=causes)
 
@@ -126,9 +127,9 @@ def hurts_itself(rng: Rng, _: float) -> Scenario:
     )
     made = engine(rng, max_num_seqs=int(rng.integers(32, 64)), policy="priority")
     causes = (
-        NOISY,
-        replace(NOISY, rule="priority-inversion"),
-        replace(NOISY, rule="queue-saturation", culprit=None),
+        HOLDS_SLOTS,
+        replace(HOLDS_SLOTS, rule="priority-inversion"),
+        replace(HOLDS_SLOTS, rule="queue-saturation", culprit=None),
     )
     return world(rng, *several(rng, uniform(rng, 3, 6)), bulk, engine=made, causes=causes)
 
