@@ -31,6 +31,7 @@ def world(**changes: Any) -> dict[str, Any]:
         "kind": "fault",
         "labels": {"hol-coupling": "class:<8k|<32k"},
         "cost": {"hol-coupling": 0.5},
+        "cost_p95": {"hol-coupling": 0.01},
         "suspects": {},
         "verdict": "found",
         "findings": [finding()],
@@ -83,6 +84,9 @@ def test_false_alarms() -> None:
     nothing = world(cost={"hol-coupling": 0.01})
     assert score.false_alarms(nothing), "much is made of what costs nothing"
     assert not score.false_alarms({**nothing, "findings": [finding(severity="low")]})
+    assert not score.false_alarms({**nothing, "cost_p95": {"hol-coupling": 0.3}}), (
+        "too few for a p99 have a p95"
+    )
     decoy = world(kind="decoy", labels={}, cost={})
     assert score.false_alarms(decoy)
     assert not score.false_alarms({**decoy, "suspects": {"hol-coupling": 0.3}}), "it is right after all"

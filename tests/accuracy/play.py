@@ -54,7 +54,8 @@ NOTABLE = 0.25
 
 @dataclass
 class Played:
-    """One world's result. `cost`: the largest share by which a cause raises a class's p99, by rule, `suspects` the same of what only looks like one."""
+    """One world's result. `cost`: the largest share by which a cause raises a class's p99, by rule, `suspects` the same of what
+    only looks like one. `cost_p95`: by how much a p95, which is the tail of a class with too few requests for a p99."""
 
     family: str
     kind: str
@@ -63,6 +64,7 @@ class Played:
     via: str
     labels: dict[str, str | None] = field(default_factory=dict)
     cost: dict[str, float] = field(default_factory=dict)
+    cost_p95: dict[str, float] = field(default_factory=dict)
     suspects: dict[str, float] = field(default_factory=dict)
     verdict: str = ""
     findings: list[dict[str, Any]] = field(default_factory=list)
@@ -100,6 +102,7 @@ def _played(
     for cause in scenario.causes:
         result.labels[cause.rule] = _culprit(cause, outcome)
         result.cost[cause.rule] = _cost(outcome, others[cause.rule])
+        result.cost_p95[cause.rule] = _cost(outcome, others[cause.rule], quantile=0.95)
     result.suspects = {
         rule: _cost(outcome, simulate(innocent(scenario)), scenario.loads[:1])
         for rule, innocent in suspects.items()
@@ -142,11 +145,13 @@ def _culprit(cause: Cause, outcome: Outcome) -> str | None:
     return "class:" + "|".join(dict.fromkeys(classes[np.searchsorted(edges, np.sort(prompts), side="right")]))
 
 
-def _cost(outcome: Outcome, other: Outcome, loads: Sequence[Load] | None = None) -> float:
+def _cost(
+    outcome: Outcome, other: Outcome, loads: Sequence[Load] | None = None, quantile: float = 0.99
+) -> float:
     """By what share a p99 is higher than in another world, at most; of `loads` if given, else of all that both have."""
     names = {load.name for load in loads or outcome.scenario.loads}
-    seen = list(costs(outcome, other).items())
-    here, there = client_p99s(outcome), client_p99s(other)
+    seen = list(costs(outcome, other, quantile).items())
+    here, there = client_p99s(outcome, quantile), client_p99s(other, quantile)
     for load in here.keys() & there.keys():
         seen.append((load, {m: {"with": here[load][m], "without": there[load][m]} for m in here[load]}))
     shares = [
@@ -158,8 +163,8 @@ def _cost(outcome: Outcome, other: Outcome, loads: Sequence[Load] | None = None)
     return max(shares, default=0.0)
 
 
-def client_p99s(outcome: Outcome) -> dict[str, dict[str, float]]:
-    """load -> metric -> p99 of the requests that were answered, as their clients had them."""
+def client_p99s(outcome: Outcome, quantile: float = 0.99) -> dict[str, dict[str, float]]:
+    """load -> metric -> p99 of the requests that were answered, as their clients had them; or another quantile."""
     q, found = outcome.requests, {}
     network = outcome.scenario.telemetry.network_s
     for index, load in enumerate(outcome.scenario.loads):
@@ -169,8 +174,8 @@ def client_p99s(outcome: Outcome) -> dict[str, dict[str, float]]:
                 shown[mine] + network - q.sent_s[mine] for shown in (q.first_shown_s, q.last_shown_s)
             )
             found[load.name] = {
-                "TTFT": float(np.quantile(ttft, 0.99)),
-                "E2E": float(np.quantile(e2e, 0.99)),
+                "TTFT": float(np.quantile(ttft, quantile)),
+                "E2E": float(np.quantile(e2e, quantile)),
             }
     return found
 
