@@ -110,6 +110,10 @@ class EngineTime:
         #: Its own steps: those in which it only ran along with others are none.
         self.count = prefix_sums(steps.own)
         self._block(limits, own, tile)
+        #: The share of those queued in each step who waited for something else than room, and these shares' time.
+        deferred = np.nan_to_num(steps.deferred)
+        self.deferred_share = deferred / np.maximum(deferred + np.nan_to_num(steps.waiting), 1.0)
+        self.deferred = prefix_sums(tile * self.deferred_share)
         #: Steps' time by the class whose prefill they held, in proportion to its tokens.
         self.tile_by = [prefix_sums(tile * share) for share in own.by_class]
         #: Each class's share of the time, by the KV tokens and by the slots that its running requests hold.

@@ -157,7 +157,7 @@ def _placed(steps: Steps, place: NDArray[np.intp], ends: Ints, begun: Ints) -> S
         if name not in ("start_ns", "end_ns"):
             values = getattr(steps, name)
             arrays[name] = np.bincount(place, weights=values, minlength=n)
-    for name in ("running", "waiting", "kv_usage", "epoch", "blocked"):
+    for name in ("running", "waiting", "deferred", "kv_usage", "epoch", "blocked"):
         # States, not amounts: the last of two steps at one place has them.
         arrays[name] = np.full(n, np.nan if name == "blocked" else 0.0)
         arrays[name][place] = getattr(steps, name)

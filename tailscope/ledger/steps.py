@@ -33,6 +33,8 @@ class Steps:
     decode_tokens: Floats
     running: Floats
     waiting: Floats
+    #: Requests that wait for something else than room.
+    deferred: Floats
     kv_usage: Floats
     #: What the ranks' profiles say, ns; and whether something stood beside the step that stops an engine.
     late_ns: Floats
