@@ -831,7 +831,7 @@ def test_two_look_ups_give_the_busy_time_between(gaps: list[tuple[int, int]], as
     bounds = np.cumsum(np.array(gaps).ravel())
     start, end = bounds[0::2], bounds[1::2]
     zero = np.zeros(len(start))
-    steps = Steps(START_NS + start, START_NS + end, *([zero] * 15))
+    steps = Steps(START_NS + start, START_NS + end, *([zero] * 17))
     busy = np.concatenate([[0], np.cumsum(end - start)])
     low, high = sorted(asked)
 

@@ -278,6 +278,8 @@ def _bookings(
     for name, sums in _losses(time).items():
         prefilling[name, None] = at_work(sums, scheduled, first)
         decoding[name, None] = at_work(sums, first, last)
+    prefilling["host_gap", None] = prefilling["host_gap", None] + time.host_between(instants[2], instants[3])
+    decoding["host_gap", None] = decoding["host_gap", None] + time.host_between(instants[3], instants[4])
     prefilling["own_prefill", None] = at_work(time.base, scheduled, first) + own * engines
     decoding["decode", None] = at_work(time.base, first, last)
     prefilling |= stalls.parts(decoding=False)
@@ -302,6 +304,7 @@ def _losses(time: EngineTime) -> dict[str, Floats]:
     return {
         "straggler_wait": time.straggler_wait,
         "slow_transfer": time.slow_transfer,
+        "host_gap": time.host_gap,
         "pause": time.pause,
         "recompute": time.recompute,
     }
@@ -396,6 +399,7 @@ def _gap_booking(time: EngineTime, start_ns: Ints, end_ns: Ints, preempted: NDAr
         ("decode", None): time.between(time.base, decode_from, end),
         **_lost(time, decode_from, end),
         **_others_prefill("others_prefill_in_decode", time, decode_from, end),
+        ("host_gap", None): time.between(time.host_gap, decode_from, end) + time.host_between(start_ns, end_ns),
         **by_holder("preempted", stall, [time.between(held, start, resumed) for held in time.held_by]),
     }
     bounds = time.prefill_bounds(decode_from, end)

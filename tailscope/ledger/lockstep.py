@@ -126,8 +126,10 @@ def one_timeline(engines: Sequence[Steps]) -> list[Steps]:
     placed = [_placed(s, p, ends, begun) for s, p in zip(engines, places, strict=True)]
     lost = {
         name: np.max([np.nan_to_num(getattr(s, name)) for s in placed], axis=0)
-        for name in ("late_ns", "slow_ns", "paused")
+        for name in ("late_ns", "slow_ns", "paused", "host_ns")
     }
+    # On the common time line a step begins where the one before ends.
+    lost["before_ns"] = np.zeros(len(ends))
     return [replace(steps, **lost) for steps in placed]
 
 

@@ -40,6 +40,9 @@ class Steps:
     late_ns: Floats
     slow_ns: Floats
     paused: Floats
+    #: Time at the beginning of a step, and just before it, in which its host had not begun it though there was work, ns.
+    host_ns: Floats
+    before_ns: Floats
     #: Tokens computed again after a preemption, whatever kind of tokens the engine counts them as.
     recompute_tokens: Floats
     #: How many of the engine's own steps each is: 1, or 0 where it only ran along with others.
