@@ -29,7 +29,9 @@ class Scheduler:
     """Two requests: one computes its prompt, the KV cache of the other is on its way for two batches."""
 
     def __init__(self, queue: str) -> None:
-        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_index=0, data_parallel_rank=0))
+        self.vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(data_parallel_index=0, data_parallel_rank=0)
+        )
         self.cache_config = SimpleNamespace(block_size=16, num_gpu_blocks=100)
         self.kv_cache_manager = SimpleNamespace(
             usage=0.5, block_pool=SimpleNamespace(get_num_free_blocks=lambda: 9)
@@ -58,7 +60,11 @@ class Scheduler:
             self.running.append(self.handed)
             self.handed.status = SimpleNamespace(name="RUNNING")
             return output(new=[(self.handed, 1, 39)], cached=[(self.own, 1)])
-        return output(new=[(self.own, 20, 0)]) if self.batches == 1 else output(cached=[(r, 1) for r in self.running])
+        return (
+            output(new=[(self.own, 20, 0)])
+            if self.batches == 1
+            else output(cached=[(r, 1) for r in self.running])
+        )
 
     def update_from_output(self, scheduler_output: Any) -> Any:
         if self.batches == 2:
@@ -137,6 +143,8 @@ def test_who_waits_for_its_kv_cache_is_told_with_its_first_step(
     trace_path = tmp_path / "trace.parquet"
     ingest([file], trace_path, config=Config(), options=Options())
     with Trace(str(trace_path)) as trace:
-        rows = trace.rows("SELECT request_id, fetch_ns, fetched_ns FROM schedule ORDER BY iteration_first, request_id")
+        rows = trace.rows(
+            "SELECT request_id, fetch_ns, fetched_ns FROM schedule ORDER BY iteration_first, request_id"
+        )
     waits = {(r["request_id"], r["fetched_ns"] - r["fetch_ns"]) for r in rows if r["fetch_ns"] is not None}
     assert waits == {("handed", until - since)}

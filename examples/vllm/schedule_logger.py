@@ -142,7 +142,9 @@ class _Log:
     def _see_fetches(self, scheduler: Any, mono_ns: int) -> None:
         """After `schedule()`: which requests wait for KV cache from elsewhere now, and which no longer do."""
         # Where vLLM has no queue of its own for those who hold KV blocks, they stand first in the one they are in.
-        queues = (getattr(scheduler, name, None) for name in ("kv_holding_waiting", "skipped_waiting", "waiting"))
+        queues = (
+            getattr(scheduler, name, None) for name in ("kv_holding_waiting", "skipped_waiting", "waiting")
+        )
         queue = next(found for found in queues if found is not None)
         waiting = {
             request.request_id

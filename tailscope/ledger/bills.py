@@ -399,7 +399,8 @@ def _gap_booking(time: EngineTime, start_ns: Ints, end_ns: Ints, preempted: NDAr
         ("decode", None): time.between(time.base, decode_from, end),
         **_lost(time, decode_from, end),
         **_others_prefill("others_prefill_in_decode", time, decode_from, end),
-        ("host_gap", None): time.between(time.host_gap, decode_from, end) + time.host_between(start_ns, end_ns),
+        ("host_gap", None): time.between(time.host_gap, decode_from, end)
+        + time.host_between(start_ns, end_ns),
         **by_holder("preempted", stall, [time.between(held, start, resumed) for held in time.held_by]),
     }
     bounds = time.prefill_bounds(decode_from, end)

@@ -120,7 +120,9 @@ def load_requests(trace: Trace, instance: str, engine: int | None, culprits: tup
     arrays: dict[str, Any] = {name: np.asarray(columns.pop(name), np.int64) for name in exact}
     elsewhere = np.asarray(columns.pop("elsewhere"), bool)
     arrays |= {name: floats(values) for name, values in columns.items()}
-    return Requests(**arrays, elsewhere=elsewhere, culprit=of_name[inverse] if len(names) else np.empty(0, dtype=np.intp))
+    return Requests(
+        **arrays, elsewhere=elsewhere, culprit=of_name[inverse] if len(names) else np.empty(0, dtype=np.intp)
+    )
 
 
 def load_steps(
