@@ -76,7 +76,7 @@ class EngineTime:
         prefill = computed * _share_of(work.prefill_tokens, work.recompute_tokens)
         paused = np.where(np.nan_to_num(steps.paused) > 0, unexplained, 0.0)
         host = np.minimum(np.nan_to_num(steps.host_ns) / 1e9, tile)
-        in_base, self.host_beyond = _of_the_host(host, base, unexplained - paused)
+        in_base, self.host_beyond = _of_the_host(host, base, unexplained, np.nan_to_num(steps.paused) > 0)
         base, unexplained = base - in_base, unexplained - self.host_beyond
         self.host_gap = prefix_sums(in_base + self.host_beyond)
         self._before = np.nan_to_num(steps.before_ns)
@@ -232,12 +232,16 @@ class EngineTime:
         return [prefix_sums(tile * share / total) for share in held]
 
 
-def _of_the_host(host: Floats, base: Floats, unexplained: Floats) -> tuple[Floats, Floats]:
+def _of_the_host(
+    host: Floats, base: Floats, unexplained: Floats, paused: NDArray[np.bool_]
+) -> tuple[Floats, Floats]:
     """What of each step's measured host gap is in its normal cost, and what in what that does not explain. Usual gaps are a part
-    of all steps, from which the normal cost was learnt; what exceeds them is beyond it as far as that goes."""
+    of all steps, from which the normal cost was learnt; what exceeds them is beyond it as far as that goes, or is the pause that
+    stands beside the step."""
     if not host.any():
         return np.zeros(len(host)), np.zeros(len(host))
     usual = np.minimum(np.minimum(host, np.median(host[host > 0])), base)
+    host = np.where(paused, usual, host)
     beyond = np.minimum(host - usual, np.maximum(unexplained, 0.0))
     return usual + np.minimum(host - usual - beyond, base - usual), beyond
 

@@ -56,7 +56,8 @@ WHERE j.engine_saw AND coalesce(j.max_tokens, j.output_tokens) > 1
 _HANDOFFS = """
 CREATE OR REPLACE TEMP TABLE handoffs AS
 WITH told AS (
-    SELECT rid, arg_min(fetch_ns, k_first) AS fetch_ns, arg_min(fetched_ns, k_first) AS fetched_ns FROM scheduled
+    SELECT rid, arg_min(fetch_ns, (k_first, fetch_ns, fetched_ns)) AS fetch_ns,
+           arg_min(fetched_ns, (k_first, fetch_ns, fetched_ns)) AS fetched_ns FROM scheduled
     WHERE rid IS NOT NULL AND fetch_ns IS NOT NULL AND fetched_ns >= fetch_ns GROUP BY rid
 )
 SELECT rid, fetch_ns, fetched_ns, e.rid IS NOT NULL AS elsewhere

@@ -29,5 +29,7 @@ pairs AS (
 SELECT p.k, CASE WHEN start_ns = before_end_ns THEN least(gap_ns, tile_ns) END AS inside_ns,
        CASE WHEN start_ns > before_end_ns AND follows THEN least(coalesce(gap_ns, start_ns - before_end_ns), start_ns - before_end_ns) END AS before_ns
 FROM pairs p
-WHERE had_work AND all_told AND p.k NOT IN (SELECT k FROM pauses)
-  AND CASE WHEN start_ns = before_end_ns THEN gap_ns > 0 ELSE start_ns > before_end_ns AND follows END;
+WHERE had_work AND all_told
+  AND CASE WHEN start_ns = before_end_ns THEN gap_ns > 0
+           -- A pause of its own.
+           ELSE start_ns > before_end_ns AND follows AND p.k NOT IN (SELECT k FROM pauses) END;

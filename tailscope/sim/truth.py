@@ -76,13 +76,14 @@ class _Tiles:
             np.add.at(self.attention, step, tokens * (r.computed_before[prompt] + tokens / 2))
         self.tokens = self.tokens_by.sum(axis=0)
         rate = s.prefill_s / np.maximum(self.tokens, 1.0)
-        self.base = prefix_sums(s.base_s + host)
+        self.base = prefix_sums(s.base_s)
         self.prefill_by = [prefix_sums(rate * tokens) for tokens in self.tokens_by[:-1]]
         self.lost = {
             "recompute": prefix_sums(rate * self.tokens_by[-1]),
             "unexplained": prefix_sums(s.chance_s),
             "straggler_wait": prefix_sums(s.straggler_s),
             "slow_transfer": prefix_sums(s.transfer_s),
+            "host_gap": prefix_sums(host),
             "pause": prefix_sums(s.pause_s),
         }
         self.whole = prefix_sums(self.end_s - self.start_s)
