@@ -46,6 +46,7 @@ wide AS (
         coalesce(b.ttft_ns, b.e2e_ns - b.decode_ns) AS ttft_ns,
         coalesce(b.queue_ns, k.queue_ns) AS queue_ns,
         coalesce(b.prefill_ns, k.prefill_ns) AS prefill_ns,
+        coalesce(b.kv_transfer_ns, k.kv_transfer_ns) AS kv_transfer_ns,
         coalesce(b.prompt_tokens, k.prompt_tokens, c.prompt_tokens) AS prompt_tokens,
         coalesce(b.cached_tokens, k.cached_tokens, c.cached_tokens) AS cached_tokens,
         coalesce(b.output_tokens, k.output_tokens, c.output_tokens) AS output_tokens,

@@ -15,6 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from tailscope.ledger.engine_time import EngineTime
+from tailscope.ledger.handoff import Handoff, write_handoffs
 from tailscope.ledger.lines import Booking, Lines, Parts, mean_of
 from tailscope.ledger.lockstep import groups, load_ends, one_timeline
 from tailscope.ledger.membership import Membership, load_membership
@@ -62,6 +63,7 @@ def write_bills(trace: Trace, limits: Mapping[str, Limits]) -> Ledger:
             f"CREATE OR REPLACE TEMP TABLE {table}_bounds(id BIGINT, place VARCHAR, low DOUBLE, high DOUBLE)"
         )
     write_told(trace)
+    write_handoffs(trace)
     ledger = Ledger(culprit_classes(trace))
     for row in trace.rows(
         "SELECT min(arrival_ns) AS first, max(arrival_ns + e2e_ns) AS last FROM joined WHERE billed"
@@ -230,8 +232,10 @@ def _bookings(
     instants = np.cumsum([r.arrival_ns, wait, queue, prefill, decode], axis=0)
     queued, scheduled, first, last = (Place(time.steps, instant) for instant in instants[1:])
 
+    handoff = Handoff.of(time, r, instants[1], instants[2])
+
     def held(by: list[Floats]) -> list[Floats]:
-        return [time.between(sums, queued, scheduled) for sums in by]
+        return [handoff.rest(sums) for sums in by]
 
     # What lasts longer than the steps in work is the front end's.
     handed = handed_over(time.steps, r.arrival_ns, queued)
@@ -242,17 +246,13 @@ def _bookings(
         **_others_prefill("others_prefill_before", time, handed, queued),
     }
     queueing: Parts = {
-        ("pause", None): time.between(time.pause, queued, scheduled),
-        **{
-            ("queue_budget", c): time.between(sums, queued, scheduled)
-            for c, sums in enumerate(time.budget_by)
-        },
-        ("queue_budget", None): time.between(time.budget_by_nobody, queued, scheduled),
-        ("recompute", None): time.between(time.budget_by_recompute, queued, scheduled),
-        **by_holder("queue_kv", time.between(time.blocked["kv"], queued, scheduled), held(time.held_by)),
-        **by_holder(
-            "queue_slots", time.between(time.blocked["slots"], queued, scheduled), held(time.slots_by)
-        ),
+        ("kv_handoff", None): handoff.seconds,
+        ("pause", None): handoff.rest(time.pause),
+        **{("queue_budget", c): handoff.rest(sums) for c, sums in enumerate(time.budget_by)},
+        ("queue_budget", None): handoff.rest(time.budget_by_nobody),
+        ("recompute", None): handoff.rest(time.budget_by_recompute),
+        **by_holder("queue_kv", handoff.rest(time.blocked["kv"]), held(time.held_by)),
+        **by_holder("queue_slots", handoff.rest(time.blocked["slots"]), held(time.slots_by)),
     }
     inside = r.inside(time.steps)
     own, told = np.zeros(len(r.rid)), np.full(len(r.rid), np.nan)
@@ -283,6 +283,8 @@ def _bookings(
     for name, sums in _losses(time).items():
         prefilling[name, None] = at_work(sums, scheduled, first)
         decoding[name, None] = at_work(sums, first, last)
+    prefilling["host_gap", None] = prefilling["host_gap", None] + time.host_between(instants[2], instants[3])
+    decoding["host_gap", None] = decoding["host_gap", None] + time.host_between(instants[3], instants[4])
     prefilling["own_prefill", None] = at_work(time.base, scheduled, first) + own * engines
     decoding["decode", None] = at_work(time.base, first, last)
     prefilling |= stalls.parts(decoding=False)
@@ -307,6 +309,7 @@ def _losses(time: EngineTime) -> dict[str, Floats]:
     return {
         "straggler_wait": time.straggler_wait,
         "slow_transfer": time.slow_transfer,
+        "host_gap": time.host_gap,
         "pause": time.pause,
         "recompute": time.recompute,
     }
@@ -347,7 +350,7 @@ def _phases_only(r: Requests) -> list[Booking]:
     wait, queue, prefill, decode = r.phases()
     return [
         Booking("wait", wait, {}, "frontend"),
-        Booking("queue", queue, {}, "queue"),
+        Booking("queue", queue, {("kv_handoff", None): _told_handoff(r)}, "queue"),
         # Without its parts, all of TTFT is one phase of which nothing is known.
         Booking(
             "prefill",
@@ -357,6 +360,12 @@ def _phases_only(r: Requests) -> list[Booking]:
         ),
         Booking("decode", decode, {}, "decode_phase"),
     ]
+
+
+def _told_handoff(r: Requests) -> Floats:
+    """Seconds of the hand-off where something says how long it took; what exceeds the queueing is scaled down."""
+    told = np.where(r.fetched_ns > 0, r.fetched_ns - r.fetch_ns, np.nan_to_num(r.kv_transfer_ns))
+    return np.asarray(told / 1e9, np.float64)
 
 
 def write_gap_bills(trace: Trace, ledger: Ledger, gaps: pa.Table) -> None:
@@ -395,6 +404,8 @@ def _gap_booking(time: EngineTime, start_ns: Ints, end_ns: Ints, preempted: NDAr
         ("decode", None): time.between(time.base, decode_from, end),
         **_lost(time, decode_from, end),
         **_others_prefill("others_prefill_in_decode", time, decode_from, end),
+        ("host_gap", None): time.between(time.host_gap, decode_from, end)
+        + time.host_between(start_ns, end_ns),
         **by_holder("preempted", stall, [time.between(held, start, resumed) for held in time.held_by]),
     }
     bounds = time.prefill_bounds(decode_from, end)

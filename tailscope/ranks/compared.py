@@ -157,7 +157,7 @@ def write_ranks(trace: Trace, scope: Scope) -> None:
     trace.create("rank_windows", pa.Table.from_pylist(about, schema=_WINDOWS))
     trace.create("rank_clocks", pa.Table.from_pylist(clocks, schema=_CLOCKS))
     write_phases(trace, windows)
-    for name in ("windows", "rank_steps", "step_evidence", "pauses"):
+    for name in ("windows", "rank_steps", "step_evidence", "pauses", "host_gaps"):
         trace.connection.execute(sql_of(__package__, name))
 
 

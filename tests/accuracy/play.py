@@ -39,9 +39,10 @@ GROUPS = {
     ),
     "KV cache": ("queue_kv", "preempted", "recompute"),
     "slots": ("queue_slots",),
+    "KV hand-off": ("kv_handoff",),
     "ranks": ("straggler_wait", "slow_transfer"),
     "pause or unexplained": ("pause", "unexplained"),
-    "own work": ("own_prefill", "decode", "step_wait", "prefill_phase", "decode_phase"),
+    "own work": ("own_prefill", "decode", "step_wait", "host_gap", "prefill_phase", "decode_phase"),
     "left out": ("starved",),
     "front end": ("frontend", "queue"),
 }
