@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import groupby
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from tailscope import outliers, rhythm
 from tailscope.model import Decision, Remedy, Rows, Threshold, summed_up
+from tailscope.stats import Floats
 
 from . import _tails
 from ._tails import Row
@@ -96,12 +98,35 @@ def best_rhythm(rows: Sequence[Row]) -> tuple[rhythm.Rhythm | None, str]:
         by_time = rhythm.Rhythm(
             by_time.period, min(1.0, 2 * by_time.p_value), members, by_time.places, by_time.jitter
         )
+        batch_s = np.array([(row["end_ns"] - row["start_ns"]) / 1e9 for row in rows]) - size
+        by_time = seen_in_part(by_time, time, size, batch_s, resolution)
     if by_step is not None:
         p_value = min(1.0, 2 * by_step.p_value)
         by_step = rhythm.Rhythm(by_step.period, p_value, by_step.members, by_step.places, by_step.jitter)
     if by_time is None or (by_step is not None and by_step.p_value < by_time.p_value):
         return by_step, "steps"
     return by_time, "time"
+
+
+def seen_in_part(
+    found: rhythm.Rhythm, begun_s: Floats, length_s: Floats, batch_s: Floats, resolution: float
+) -> rhythm.Rhythm:
+    """With those that began late, at a place that has none, and ended no later than the longest would: an idle engine is
+    stopped too, and the first request that comes sees what is left of it. In time; of all pauses `begun_s`, after what
+    their batch takes, `length_s`, and `batch_s`, which a step takes once the engine goes on."""
+    near = max(resolution, 3 * found.jitter * found.period)
+    first_s = begun_s[found.members].min()
+    place = np.floor((begun_s - first_s + near) / found.period)
+    late_s = begun_s - first_s - place * found.period
+    fits = late_s - batch_s + length_s <= length_s[found.members].max() + near
+    taken = dict.fromkeys(np.round((begun_s[found.members] - first_s) / found.period))
+    members = list(found.members)
+    for i in np.argsort(late_s, kind="stable"):
+        if fits[i] and place[i] not in taken:
+            taken[place[i]] = None
+            members.append(i)
+    places = int(max(taken) - min(taken)) + 1
+    return replace(found, members=np.array(sorted(members), np.intp), places=places)
 
 
 def periods(members: Sequence[Row], found: rhythm.Rhythm, clock: str) -> tuple[float, float]:
