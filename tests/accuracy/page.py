@@ -33,7 +33,8 @@ def render(result: Mapping[str, Any]) -> str:
 FAMILIES_TEXT = (
     "*felt*: worlds with a cause that costs 20 % or more. *top-1*: the first finding names it, with its culprit; *top-3*: the "
     "second or third does. *abstained*: nothing was found, and the verdict is that nothing can be said. *false*: worlds with a finding "
-    "that names no cause of theirs, or more than a low one that names a cause that costs less than 5 % of a p99 and of a p95. *no decoy*: decoys in "
+    "that names no cause of theirs, or more than a low one that names a cause that costs less than 5 % of a p99 and of a p95, and "
+    "less than 20 % of the mean above a p99. *no decoy*: decoys in "
     "which what was to look like a fault raises a p99 by 5 % or more after all; they are not counted as decoys.\n"
 )
 BILLS_TEXT = (

@@ -51,12 +51,15 @@ GROUP_OF = {component: group for group, components in GROUPS.items() for compone
 CONFIG = Config(attributes=Attributes(tenant="sim.tenant", priority="sim.priority"))
 #: An excess below this share of the median is no tail whose parts anybody would ask for.
 NOTABLE = 0.25
+#: load -> metric -> seconds.
+ByMetric = dict[str, dict[str, float]]
 
 
 @dataclass
 class Played:
     """One world's result. `cost`: the largest share by which a cause raises a class's p99, by rule, `suspects` the same of what
-    only looks like one. `cost_p95`: by how much a p95, which is the tail of a class with too few requests for a p99."""
+    only looks like one. `cost_p95`: by how much a p95, which is the tail of a class with too few requests for a p99; `tail_cost`:
+    the mean of what lies above the p99."""
 
     family: str
     kind: str
@@ -66,6 +69,7 @@ class Played:
     labels: dict[str, str | None] = field(default_factory=dict)
     cost: dict[str, float] = field(default_factory=dict)
     cost_p95: dict[str, float] = field(default_factory=dict)
+    tail_cost: dict[str, float] = field(default_factory=dict)
     suspects: dict[str, float] = field(default_factory=dict)
     verdict: str = ""
     findings: list[dict[str, Any]] = field(default_factory=list)
@@ -104,6 +108,7 @@ def _played(
         result.labels[cause.rule] = _culprit(cause, outcome)
         result.cost[cause.rule] = _cost(outcome, others[cause.rule])
         result.cost_p95[cause.rule] = _cost(outcome, others[cause.rule], quantile=0.95)
+        result.tail_cost[cause.rule] = _tail_cost(outcome, others[cause.rule])
     result.suspects = {
         rule: _cost(outcome, simulate(innocent(scenario)), scenario.loads[:1])
         for rule, innocent in suspects.items()
@@ -151,10 +156,12 @@ def _cost(
 ) -> float:
     """By what share a p99 is higher than in another world, at most; of `loads` if given, else of all that both have."""
     names = {load.name for load in loads or outcome.scenario.loads}
+
+    def of(values: NDArray[np.float64]) -> float:
+        return float(np.quantile(values, quantile))
+
     seen = list(costs(outcome, other, quantile).items())
-    here, there = client_p99s(outcome, quantile), client_p99s(other, quantile)
-    for load in here.keys() & there.keys():
-        seen.append((load, {m: {"with": here[load][m], "without": there[load][m]} for m in here[load]}))
+    seen += _beside(client_tails(outcome, of), client_tails(other, of))
     shares = [
         p99["with"] / p99["without"] - 1
         for load, metrics in seen
@@ -164,8 +171,30 @@ def _cost(
     return max(shares, default=0.0)
 
 
-def client_p99s(outcome: Outcome, quantile: float = 0.99) -> dict[str, dict[str, float]]:
-    """load -> metric -> p99 of the requests that were answered, as their clients had them; or another quantile."""
+def _tail_cost(outcome: Outcome, other: Outcome) -> float:
+    """By what share the mean of the slowest hundredth is higher than in another world, at most: what hits fewer than one request
+    in a hundred raises no p99, and is most of what lies above it."""
+    seen = _beside(client_tails(outcome, _mean_above), client_tails(other, _mean_above))
+    shares = [
+        m["with"] / m["without"] - 1 for _, metrics in seen for m in metrics.values() if m["without"] > 0
+    ]
+    return max(shares, default=0.0)
+
+
+def _mean_above(values: NDArray[np.float64]) -> float:
+    return float(values[values >= np.quantile(values, 0.99)].mean())
+
+
+def _beside(here: ByMetric, there: ByMetric) -> list[tuple[str, dict[str, dict[str, float]]]]:
+    """(load, metric -> with and without) of loads that two worlds have."""
+    return [
+        (load, {m: {"with": here[load][m], "without": there[load][m]} for m in here[load]})
+        for load in here.keys() & there.keys()
+    ]
+
+
+def client_tails(outcome: Outcome, of: Callable[[NDArray[np.float64]], float]) -> ByMetric:
+    """load -> metric -> a quantile, or what else `of` makes of the latencies of answered requests, as their clients had them."""
     q, found = outcome.requests, {}
     network = outcome.scenario.telemetry.network_s
     for index, load in enumerate(outcome.scenario.loads):
@@ -174,10 +203,7 @@ def client_p99s(outcome: Outcome, quantile: float = 0.99) -> dict[str, dict[str,
             ttft, e2e = (
                 shown[mine] + network - q.sent_s[mine] for shown in (q.first_shown_s, q.last_shown_s)
             )
-            found[load.name] = {
-                "TTFT": float(np.quantile(ttft, quantile)),
-                "E2E": float(np.quantile(e2e, quantile)),
-            }
+            found[load.name] = {"TTFT": of(ttft), "E2E": of(e2e)}
     return found
 
 
