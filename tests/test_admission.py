@@ -15,7 +15,7 @@ import pytest
 from tailscope.align import Scope
 from tailscope.config import Config
 from tailscope.engine import prepare
-from tailscope.ledger.left_out import MIN_STEPS
+from tailscope.ledger.unserved import MIN_STEPS
 from tailscope.ledger.prompt_cache import bad_blocks
 from tailscope.sim.engine import simulate
 from tailscope.sim.outcome import Outcome
