@@ -14,6 +14,7 @@ from tailscope.align import Scope, align
 from tailscope.classes import class_tables
 from tailscope.config import Config
 from tailscope.errors import UsageError
+from tailscope.ledger import half_timed
 from tailscope.ledger.bills import Ledger, write_bills
 from tailscope.ledger.class_work import write_class_work
 from tailscope.ledger.contrast import write_contrast
@@ -219,6 +220,7 @@ def _verdict(
             "inconclusive",
             None,
         )
+    timed, lacking = half_timed.what_is_missing(trace)
     with_tail = [row for row in classes if row.tail_n]
     found = [f for f in findings if f.status == "found"]
     if found:
@@ -243,6 +245,8 @@ def _verdict(
         largest, in_the_dark = _largest_component(with_tail)
         if in_the_dark:
             text = f"No rule found a cause in {size:,} requests.{largest}{_longest_steps(trace, ledger)}"
+            if timed and lacking:
+                text += f" {lacking}: that would say more."
             return Verdict(text, "inconclusive", None)
         if len(undecided) == len(checks):
             return Verdict(f"No rule could decide on {size:,} requests.{largest}", "inconclusive", None)
@@ -263,12 +267,12 @@ def _verdict(
             None,
         )
     if n:
-        return Verdict(
-            f"{n} request{'s' * (n != 1)}, {failed} failed: too few of any class to say what its tail is "
-            f"({MIN_REQUESTS} are needed).",
-            "inconclusive",
-            None,
+        text = (
+            f"too few of any class to say what its tail is ({MIN_REQUESTS} are needed)"
+            if timed or not lacking
+            else f"{lacking[0].lower()}{lacking[1:]}, so nothing can be said of latency"
         )
+        return Verdict(f"{n:,} request{'s' * (n != 1)}, {failed:,} failed: {text}.", "inconclusive", None)
     if trace.has("requests"):
         if not trace.rows("SELECT 1 FROM requests WHERE instant(arrival_ns) IS NOT NULL LIMIT 1"):
             text = (
@@ -393,6 +397,9 @@ def _rank_windows(trace: Trace) -> list[dict[str, Any]]:
 def _missing(trace: Trace) -> list[str]:
     """What more telemetry would decide, most useful first."""
     missing = []
+    _, lacking = half_timed.what_is_missing(trace)
+    if lacking:
+        missing.append(f"{lacking}: {half_timed.WHERE_FROM}")
     if not trace.count("joined"):
         missing.append(
             "requests: OpenTelemetry spans (vllm serve --otlp-traces-endpoint) would say who was slow, and when"
