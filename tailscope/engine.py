@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from tailscope import registry, trust
+from tailscope import felt, registry, trust
 from tailscope.align import Scope, align
 from tailscope.classes import class_tables
 from tailscope.config import Config
@@ -99,7 +99,7 @@ def diagnose(trace: Trace, config: Config, scope: Scope | None = None) -> Diagno
         decision = judge(trace, rule, sql)
         checks.append(Check(rule.name, decision.status, decision.reason))
         findings += decision.findings
-    findings.sort(key=_worst_first)
+    findings = sorted(felt.weigh(trace, findings, (*classes, *ledger.clients)), key=_worst_first)
     explained = _explained(trace, findings, classes, ledger.clients)
     return Diagnosis(
         trace=_about(trace) | class_tables(trace, classes, config.slos, (scope or Scope()).klass),
