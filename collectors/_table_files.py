@@ -288,7 +288,10 @@ def _rows_inside(batch: pa.RecordBatch, found: Sample) -> Any:
 def _line_of(source: Source, found: Sample, row: int) -> str:
     """On which line of the file a row begins, else its number: a value may have lines of its own."""
     if row <= MOST_ROWS:
-        with Source(source.path).open() as stream, io.TextIOWrapper(_Unicode(stream), newline="") as text:
+        with (
+            Source(source.path).open() as stream,
+            io.TextIOWrapper(cast(Any, _Unicode(stream)), newline="") as text,
+        ):
             reader = csv.reader(text, delimiter=found.delimiter)
             try:
                 for _ in range(found.header_lines):

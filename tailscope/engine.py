@@ -34,7 +34,17 @@ from tailscope.ledger.tails import MIN_REQUESTS
 from tailscope.ledger.tenants import write_tenants
 from tailscope.ledger.upstream import write_upstream
 from tailscope.ledger.what_if import write_what_if
-from tailscope.model import Check, ClassRow, Decision, Diagnosis, Finding, Rule, Verdict, VerdictStatus
+from tailscope.model import (
+    SEVERITIES,
+    Check,
+    ClassRow,
+    Decision,
+    Diagnosis,
+    Finding,
+    Rule,
+    Verdict,
+    VerdictStatus,
+)
 from tailscope.ranks.compared import write_ranks
 from tailscope.ranks.experts import write_expert_loads
 from tailscope.ranks.transfers import VERDICTS
@@ -99,7 +109,9 @@ def diagnose(trace: Trace, config: Config, scope: Scope | None = None) -> Diagno
         decision = judge(trace, rule, sql)
         checks.append(Check(rule.name, decision.status, decision.reason))
         findings += decision.findings
-    findings = sorted(felt.weigh(trace, findings, (*classes, *ledger.clients)), key=_worst_first)
+    findings.sort(key=_worst_first)
+    # Among those made low by that, what causes a tail stays before what only adds to it.
+    findings = sorted(felt.weigh(trace, findings, (*classes, *ledger.clients)), key=_severity)
     explained = _explained(trace, findings, classes, ledger.clients)
     return Diagnosis(
         trace=_about(trace) | class_tables(trace, classes, config.slos, (scope or Scope()).klass),
@@ -124,8 +136,11 @@ def judge(trace: Trace, rule: Rule, sql: str) -> Decision:
 
 
 def _worst_first(finding: Finding) -> tuple[bool, int, float, str]:
-    severity = ("high", "medium", "low").index(finding.severity)
-    return finding.status != "found", severity, -(finding.share_of_tail or 0.0), finding.rule
+    return *_severity(finding), -(finding.share_of_tail or 0.0), finding.rule
+
+
+def _severity(finding: Finding) -> tuple[bool, int]:
+    return finding.status != "found", SEVERITIES.index(finding.severity)
 
 
 def _register_class_rows(trace: Trace, classes: Sequence[ClassRow]) -> None:

@@ -157,8 +157,10 @@ class Victims:
     output: Floats | None = None
 
     def select(self, chosen: NDArray[np.bool_]) -> Victims:
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return Victims(**{name: None if v is None else v[chosen] for name, v in values.items()})
+        output = None if self.output is None else self.output[chosen]
+        return Victims(
+            self.arrival_ns[chosen], self.ttft_s[chosen], self.end_ns[chosen], self.tokens[chosen], output
+        )
 
     @property
     def window_ns(self) -> int:
