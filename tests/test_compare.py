@@ -152,7 +152,7 @@ def test_loops() -> None:
     lasts: Floats = rng.exponential(2.0, 1500) * 1e9
     assert loop_of(arrival, arrival + lasts).kind == "open"
     # Each user asks again as soon as it is answered; with thinking, after a while.
-    for users, think_s in ((8, 0.0), (3, 1.1)):
+    for users, think_s in ((8, 0.0), (3, 0.5)):
         starts, ends = [], []
         for _ in range(users):
             now = float(rng.uniform(0, 2))
