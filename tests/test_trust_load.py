@@ -66,7 +66,7 @@ def spikes(rng: np.random.Generator, n: int) -> Floats:
     return np.sort(np.where(rng.random(n) < 0.6, at, rng.random(n) * at.max()))
 
 
-def said(loop: Loop | None) -> bool:
+def said(loop: Loop) -> bool:
     return loop.kind == "closed" or loop.capped >= 0.05
 
 
