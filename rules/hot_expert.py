@@ -164,6 +164,7 @@ def hot(window: Row, load: Row | None, saved: float, shares: tuple[float, float,
         confirm_by=RULE.confirm_by,
         claims=WAITING,
         explains=tail.explains if tail else {},
+        standing=saved,
     )
 
 

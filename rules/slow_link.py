@@ -192,6 +192,7 @@ def finding(
         remedies=RULE.remedies,
         confirm_by=RULE.confirm_by,
         explains=tail.explains if tail else {},
+        standing=share,
     )
 
 

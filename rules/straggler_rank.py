@@ -237,7 +237,7 @@ def persistent(
                 f"its own work between collectives takes {slower:.2f} x the others'", {"slowdown": slower}
             ),
         )
-    return finding(late, "persistent", where(late["phases"]), severity, tail, evidence, counter, cause)
+    return finding(late, "persistent", where(late["phases"]), severity, tail, evidence, counter, cause, share)
 
 
 def not_one(rows: Sequence[Row], share: float, chance: float, limits: Mapping[str, float]) -> Finding:
@@ -314,7 +314,7 @@ def passing(rows: Sequence[Row], late: Row, tail: Part | None) -> Finding:
         late["outlier_phase"], [late["outlier_layer"]] if late["outlier_layer"] is not None else []
     )
     cause, why = cause_of(late)
-    return finding(late, "transient", place, severity, tail, [*evidence, *why], [], cause)
+    return finding(late, "transient", place, severity, tail, [*evidence, *why], [], cause, share)
 
 
 def finding(
@@ -326,6 +326,7 @@ def finding(
     evidence: list[Evidence],
     counter: list[Evidence],
     cause: str,
+    share: float,
 ) -> Finding:
     waiting = late["waits"] or []
     counter += unprofiled(late)
@@ -363,6 +364,7 @@ def finding(
         confirm_by=RULE.confirm_by,
         claims=WAITING,
         explains=tail.explains if tail else {},
+        standing=share,
     )
 
 

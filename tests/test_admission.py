@@ -15,8 +15,8 @@ import pytest
 from tailscope.align import Scope
 from tailscope.config import Config
 from tailscope.engine import prepare
-from tailscope.ledger.unserved import MIN_STEPS
 from tailscope.ledger.prompt_cache import bad_blocks
+from tailscope.ledger.unserved import MIN_STEPS
 from tailscope.sim.engine import simulate
 from tailscope.sim.outcome import Outcome
 from tailscope.sim.scenario import Engine, Fault, Load, Scenario, Sizes, Telemetry

@@ -15,6 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from tailscope.ledger.engine_time import EngineTime
+from tailscope.ledger.half_timed import write_half_timed
 from tailscope.ledger.handoff import Handoff, write_handoffs
 from tailscope.ledger.lines import Booking, Lines, Parts, mean_of
 from tailscope.ledger.lockstep import groups, load_ends, one_timeline
@@ -72,6 +73,7 @@ def write_bills(trace: Trace, limits: Mapping[str, Limits]) -> Ledger:
     gaps = load_gaps(trace)
     for row in trace.rows("SELECT instance FROM joined WHERE billed GROUP BY instance ORDER BY instance"):
         _write_instance(trace, ledger, gaps, row["instance"], limits.get(row["instance"], Limits()))
+    write_half_timed(trace)
     return ledger
 
 
