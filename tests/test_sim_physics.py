@@ -122,7 +122,9 @@ def test_rows_add_up_to_what_experts_work_on() -> None:
     load = np.array([[0.9, 1.3, 1.1, 0.7]])
     tokens = np.array([1, 1, 1, 2])
     alone, exact = (
-        RankWorld(scenario(**EXCHANGE, exact_rows=exact, **EXACT), "a", 0, 3).transfers.exchanged(tokens, load)
+        RankWorld(scenario(**EXCHANGE, exact_rows=exact, **EXACT), "a", 0, 3).transfers.exchanged(
+            tokens, load
+        )
         for exact in (False, True)
     )
     expected = tokens.sum() * 2 * load[0] / 4
