@@ -224,7 +224,8 @@ def hot_expert(rng: Rng, offset_ms: float) -> Labelled:
     routed = round(uniform(rng, 60, 400))
     made = replace(
         scenario,
-        ranks=replace(settings, hot=hot, routed=routed),
+        # What a dispatch tells is what the experts work on, to the token.
+        ranks=replace(settings, hot=hot, routed=routed, exact_rows=True),
         telemetry=replace(scenario.telemetry, expert_load=True),
     )
     ranks = RankWorld(made, "w", 0, made.seed)
@@ -236,7 +237,7 @@ def hot_expert(rng: Rng, offset_ms: float) -> Labelled:
     # DeepEP's kernels tell no tokens: there the rank is late, and why is open.
     if settings.emitter.startswith("deepep"):
         right = {**right, "straggler-rank": rank_is(rank)}
-    healthy = replace(scenario, ranks=replace(settings, routed=routed))
+    healthy = replace(scenario, ranks=replace(settings, routed=routed, exact_rows=True))
     return Labelled(made, right, {"straggler-rank": rank_is(rank)}, settings.layers, healthy)
 
 
