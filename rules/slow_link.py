@@ -81,8 +81,8 @@ def of_ranks(rows: Sequence[Row], limits: Mapping[str, float]) -> Finding | None
     same_way = odd["steps_late"] if late else odd["steps_told"] - odd["steps_late"]
     # It is the oddest of so many, one way or the other.
     chance = min(1.0, 2 * len(rows) * float(stats.binom.sf(same_way - 1, odd["steps_told"], 0.5)))
-    cost = (odd["left_late_ns"] or 0) if late else odd["others_late_ns"]
-    share = cost / odd["replayed_ns"] if odd["replayed_ns"] else 0.0
+    cost = odd["saved_ns"] or 0
+    share = cost / odd["as_left_ns"] if odd["as_left_ns"] else 0.0
     if (
         abs(odd["exit_ns"]) <= limits["errors"] * odd["error_ns"]
         or chance >= limits["chance"]
@@ -105,8 +105,8 @@ def of_ranks(rows: Sequence[Row], limits: Mapping[str, float]) -> Finding | None
             {"exit_ns": odd["exit_ns"], "steps": same_way, "steps_told": odd["steps_told"], "p": chance},
         ),
         Evidence(
-            f"that costs {cost / 1e6:.3g} ms of {odd['replayed_ns'] / 1e6:.4g} ms of steps ({share:.0%})",
-            {"cost_ns": cost, "replayed_ns": odd["replayed_ns"]},
+            f"that costs {cost / 1e6:.3g} ms of {odd['as_left_ns'] / 1e6:.4g} ms of steps ({share:.0%})",
+            {"cost_ns": cost, "as_left_ns": odd["as_left_ns"]},
         ),
     ]
     counter = []

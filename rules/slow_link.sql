@@ -8,7 +8,7 @@ WITH links AS (
     GROUP BY "window"
 ),
 lengths AS (
-    SELECT "window", count(*) AS steps, sum(replayed_ns) AS replayed_ns FROM step_replays GROUP BY "window"
+    SELECT "window", count(*) AS steps, sum(replayed_ns) AS replayed_ns, sum(coalesce(as_left_ns, replayed_ns)) AS as_left_ns FROM step_replays GROUP BY "window"
 ),
 rounds AS (FROM rank_rounds WHERE complete AND at_step IS NOT NULL),
 clocks AS (
@@ -28,13 +28,14 @@ exits AS (
 ),
 by_rank AS (
     SELECT "window", "group", rank, kind, count(*) AS steps_told, count(*) FILTER (WHERE exit_ns > 0) AS steps_late,
-           median(exit_ns / rounds) AS exit_ns, max(error_ns) AS error_ns, sum(greatest(-exit_ns, 0)) AS others_late_ns
+           median(exit_ns / rounds) AS exit_ns, max(error_ns) AS error_ns
     FROM exits GROUP BY "window", "group", rank, kind
 ),
--- Late to a collective because it left the one before late, though its work was not longer.
-kept AS (SELECT "window", rank, sum(left_late_ns) AS left_late_ns FROM rounds WHERE is_last GROUP BY "window", rank),
+-- What the steps would be shorter by if the rank left with the others, or they with it.
+saved AS (SELECT "window", rank, late, sum(saved_ns) AS saved_ns FROM link_costs GROUP BY "window", rank, late),
 ranks AS (
-    SELECT b.*, k.left_late_ns FROM by_rank b LEFT JOIN kept k ON k."window" = b."window" AND k.rank = b.rank
+    SELECT b.*, c.saved_ns
+    FROM by_rank b LEFT JOIN saved c ON c."window" = b."window" AND c.rank = b.rank AND c.late = (b.exit_ns > 0)
 ),
 transfers AS (
     SELECT "window", "group", kind, size, count(*) AS rounds, median(transfer_ns) AS transfer_ns
@@ -74,7 +75,7 @@ groups AS (
 beyond AS (SELECT sum(slow_ns) AS all_slow_ns FROM rounds WHERE is_last),
 tail AS (SELECT * EXCLUDE (component) FROM component_tails WHERE component = 'slow_transfer'),
 about AS (
-    SELECT w.*, k.no_link, n.steps, n.replayed_ns, c.by_ends, f.*, d.all_slow_ns
+    SELECT w.*, k.no_link, n.steps, n.replayed_ns, n.as_left_ns, c.by_ends, f.*, d.all_slow_ns
     FROM windows w JOIN links k USING ("window") LEFT JOIN lengths n USING ("window") LEFT JOIN clocks c USING ("window") LEFT JOIN tail f ON true CROSS JOIN beyond d
 )
 SELECT a.*, r."group" AS rank_group, r.kind AS rank_kind, r.* EXCLUDE ("window", "group", kind)
