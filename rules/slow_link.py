@@ -130,8 +130,12 @@ def of_ranks(rows: Sequence[Row], limits: Mapping[str, float]) -> Finding | None
 def of_group(row: Row, limits: Mapping[str, float]) -> Finding | None:
     """A group whose transfers take longer than they do at other times, or than those of groups beside it."""
     ranks = ", ".join(str(r) for r in row["members"][:8])
-    if row["slow_ns"] and row["slow_steps"] >= limits["times"]:
-        cost, often = row["slow_ns"], "at times"
+    if (
+        row["slow_ns"]
+        and row["slow_steps"] >= limits["times"]
+        and row["slow_ns"] >= limits["most"] * row["slowest_ns"]
+    ):
+        cost, often = row["together_ns"], "at times"
         text = (
             f"{row['slow_rounds']} of {row['rounds']} transfers, in {row['slow_steps']} of {row['steps']} steps, took longer than "
             f"others of their kind and size: a {row['kind']} {row['slow_transfer_ns'] / 1e6:.3g} ms instead of {row['usual_ns'] / 1e6:.3g} ms"
@@ -145,13 +149,13 @@ def of_group(row: Row, limits: Mapping[str, float]) -> Finding | None:
     else:
         return None
     share = cost / row["replayed_ns"]
-    in_them = share * row["steps"] / row["slow_steps"] if often == "at times" else share
+    in_them = share * row["steps"] / row["together_steps"] if often == "at times" else share
     if share < limits["share"] and in_them < limits["felt"]:
         return None
     evidence = [
         Evidence(text, {"cost_ns": cost}),
         Evidence(
-            f"that is {cost / 1e6:.3g} ms of {row['replayed_ns'] / 1e6:.4g} ms of steps ({share:.0%})",
+            f"that is {'with all other groups ' if cost != row['slow_ns'] and often == 'at times' else ''}{cost / 1e6:.3g} ms of {row['replayed_ns'] / 1e6:.4g} ms of steps ({share:.0%})",
             {"cost_ns": cost, "replayed_ns": row["replayed_ns"]},
         ),
         Evidence("a transfer is the shortest stay of all ranks: no wait for a late rank is in it"),
@@ -224,6 +228,9 @@ RULE = Rule(
             0.15,
             "0-1",
             "Steps that are a seventh longer are felt by the tail, though there be few of them.",
+        ),
+        Threshold(
+            "most", 0.5, "x", "Of groups that are slow at times those are named that are so by half as much as the slowest."
         ),
         Threshold("slower", 1.5, "x", "Groups on other links of one machine were seen to differ by a fifth."),
     ),

@@ -49,6 +49,17 @@ at_times AS (
     -- What no size is known of may be long because it is large.
     FROM rounds WHERE is_last AND kind <> 'all_to_all' AND size >= 0 GROUP BY "window", "group"
 ),
+-- What hits several groups at once may cost little in each. Groups beside each other are slow at one time, not one after the other.
+together AS (
+    SELECT "window", sum(slow_ns) AS together_ns, count(*) AS together_steps
+    FROM (
+        SELECT "window", at_step, max(slow_ns) AS slow_ns
+        FROM (
+            SELECT "window", at_step, rank, sum(slow_ns) AS slow_ns FROM rounds
+            WHERE kind <> 'all_to_all' AND size >= 0 GROUP BY "window", at_step, rank
+        ) GROUP BY "window", at_step
+    ) WHERE slow_ns > 0 GROUP BY "window"
+),
 -- Groups beside it whose collectives are of the same kind and size, with as many ranks.
 members AS (SELECT "window", "group", list(DISTINCT rank ORDER BY rank) AS members FROM rounds GROUP BY "window", "group"),
 siblings AS (
@@ -66,9 +77,10 @@ beside AS (
     GROUP BY t."window", t."group"
 ),
 groups AS (
-    SELECT m.*, a.* EXCLUDE ("window", "group"), b.* EXCLUDE ("window", "group")
+    SELECT m.*, a.* EXCLUDE ("window", "group"), t.* EXCLUDE ("window"), max(a.slow_ns) OVER (PARTITION BY m."window") AS slowest_ns, b.* EXCLUDE ("window", "group")
     FROM members m
     JOIN at_times a ON a."window" = m."window" AND a."group" = m."group"
+    LEFT JOIN together t ON t."window" = m."window"
     LEFT JOIN beside b ON b."window" = m."window" AND b."group" = m."group"
 ),
 -- What all slow transfers of the trace took beyond the usual: a finding's part of a class's tail is its part of that.

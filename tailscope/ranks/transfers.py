@@ -25,6 +25,9 @@ LIES_WITHIN, MOST_LIE = 0.3, 0.6
 FAR_ABOVE, SIZES_SPREAD = 1.6, 0.1
 #: It is a slow time if so many of the rounds of other sizes beside are far above theirs.
 SLOW_BESIDE = 0.5
+#: Slow times are few and long: of a size's transfers in their order, runs of long ones and of short ones are at most so many
+#: of those that chance would make.
+FEW_RUNS = 0.25
 #: Of all ranks' time in a collective the share that is waiting, from which skew dominates, and up to which the transfer does.
 SKEW_DOMINATED, TRANSFER_DOMINATED = 2 / 3, 1 / 3
 #: What a collective's time is mostly (vLLM's RFC 52777 has these four).
@@ -40,7 +43,7 @@ def against_usual(kind: Floats, size: Floats, transfer: Floats, skew: Floats) ->
     """(usual, slow) of each round's transfer, ns; all arrays are of one value a round, `size` is that of `size_class`.
 
     `usual`: the median of transfers of its kind and size, of the half of the rounds whose ranks came together most,
-    where there are enough; where that is far above what other sizes of the kind foretell, and so are rounds of those at
+    where there are enough; where those of a size are of two lengths, each for a time, that of the shorter; where that is far above what other sizes of the kind foretell, and so are rounds of those at
     the time, or there are too few, what they foretell; NaN where nothing does. `slow`: what a transfer took beyond, where that
     is beyond their spread and half of it.
     """
@@ -66,12 +69,38 @@ def against_usual(kind: Floats, size: Floats, transfer: Floats, skew: Floats) ->
             )
             middle = float(np.median(base))
             deviation = spread(base - middle)
+            if (lower := None if few else _lower_mode(values)) and lower[0] < middle:
+                middle, deviation = lower
             if few or (middle > FAR_ABOVE * least[which] and beside[which] >= SLOW_BESIDE):
                 middle, deviation = float(least[which]), SIZES_SPREAD * float(least[which])
             usual[members] = middle
             beyond = values > middle + max(SLOW_DEVIATIONS * deviation, 0.5 * middle)
             slow[members[beyond]] = values[beyond] - middle
     return usual, slow
+
+
+def _lower_mode(values: Floats) -> tuple[float, float] | None:
+    """(middle, deviation) of the shorter ones where transfers of a size, in their order, are of two lengths, each for some
+    time; else None. Parted where the variance between the two, in logarithms, is largest (Otsu 1979); that they come
+    in runs is what tells a slow time from two kinds of one size (Wald and Wolfowitz 1940)."""
+    logs = np.log(np.maximum(values, 1.0))
+    ordered = np.sort(logs)
+    n, below = len(ordered), np.arange(1, len(ordered))
+    sums = np.cumsum(ordered)
+    apart = (sums[-1] - sums[:-1]) / (n - below) - sums[:-1] / below
+    shorter = int(np.argmax(below * (n - below) * apart**2)) + 1
+    is_long = logs > ordered[shorter - 1]
+    longer = int(is_long.sum())
+    if min(n - longer, longer) < FEW_ROUNDS:
+        return None
+    middle = float(np.median(values[~is_long]))
+    deviation = spread(values[~is_long] - middle)
+    runs = 1 + int(np.sum(is_long[1:] != is_long[:-1]))
+    by_chance = 2 * longer * (n - longer) / n + 1
+    clear_of = max(FAR_ABOVE * middle, middle + SLOW_DEVIATIONS * deviation)
+    if runs > FEW_RUNS * by_chance or float(np.min(values[is_long])) < clear_of:
+        return None
+    return middle, deviation
 
 
 def _beside(of_size: Ints, far_above: NDArray[np.bool_]) -> Floats:
