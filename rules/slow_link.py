@@ -86,7 +86,8 @@ def of_ranks(rows: Sequence[Row], limits: Mapping[str, float]) -> Finding | None
     if (
         abs(odd["exit_ns"]) <= limits["errors"] * odd["error_ns"]
         or chance >= limits["chance"]
-        or share < limits["share"]
+        # Unless it surely costs less than is worth telling: so much of it is open as of how late it leaves.
+        or share * (1 + odd["error_ns"] / abs(odd["exit_ns"])) < limits["share"]
         or same_way < limits["always"] * odd["steps_told"]
     ):
         return None
@@ -230,7 +231,10 @@ RULE = Rule(
             "Steps that are a seventh longer are felt by the tail, though there be few of them.",
         ),
         Threshold(
-            "most", 0.5, "x", "Of groups that are slow at times those are named that are so by half as much as the slowest."
+            "most",
+            0.5,
+            "x",
+            "Of groups that are slow at times those are named that are so by half as much as the slowest.",
         ),
         Threshold("slower", 1.5, "x", "Groups on other links of one machine were seen to differ by a fifth."),
     ),

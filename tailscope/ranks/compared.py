@@ -18,7 +18,15 @@ import pyarrow as pa
 from tailscope.align import Scope, sql_of
 from tailscope.ranks.collectives import WORK
 from tailscope.ranks.phases import write_phases
-from tailscope.ranks.replay import AS_IT_WAS, AS_THEY_LEFT, BALANCED, NO_SKEW, SHARED, USUAL_TRANSFERS, Replayed
+from tailscope.ranks.replay import (
+    AS_IT_WAS,
+    AS_THEY_LEFT,
+    BALANCED,
+    NO_SKEW,
+    SHARED,
+    USUAL_TRANSFERS,
+    Replayed,
+)
 from tailscope.ranks.waits import WindowWaits, compare, whole
 from tailscope.ranks.windows import Window, find_windows
 from tailscope.store import Trace, schema_of

@@ -117,9 +117,7 @@ def _candidates(rounds: Sequence[Rounds], ranks: Sequence[RankCollectives]) -> l
     return sorted(int(i) for i in most if late[i] > 0 and late[i] >= CANDIDATE_SHARE * late[most[0]])
 
 
-def _links(
-    rounds: Sequence[Rounds], ranks: Sequence[RankCollectives], telling: Sequence[int]
-) -> list[Link]:
+def _links(rounds: Sequence[Rounds], ranks: Sequence[RankCollectives], telling: Sequence[int]) -> list[Link]:
     """The links of the ranks that leave farthest from the others, as a rule."""
     if not telling:
         return []

@@ -44,7 +44,7 @@ def against_usual(kind: Floats, size: Floats, transfer: Floats, skew: Floats) ->
 
     `usual`: the median of transfers of its kind and size, of the half of the rounds whose ranks came together most,
     where there are enough; where those of a size are of two lengths, each for a time, that of the shorter; where that is far above what other sizes of the kind foretell, and so are rounds of those at
-    the time, or there are too few, what they foretell; NaN where nothing does. `slow`: what a transfer took beyond, where that
+    the time, or there are too few, what they foretell; so too for rounds in the middle of slow ones; NaN where nothing does. `slow`: what a transfer took beyond, where that
     is beyond their spread and half of it.
     """
     usual, slow = np.full(len(transfer), np.nan), np.zeros(len(transfer))
@@ -55,7 +55,8 @@ def against_usual(kind: Floats, size: Floats, transfer: Floats, skew: Floats) ->
         of_size = of_size.reshape(-1)
         least = np.array([foretold(value) for value in sizes])
         with np.errstate(invalid="ignore"):
-            beside = _beside(of_size, transfer[rounds] > FAR_ABOVE * least[of_size])
+            far_above = transfer[rounds] > FAR_ABOVE * least[of_size]
+        beside = _beside(of_size, far_above)
         order = np.argsort(of_size, kind="stable")
         for which, places in enumerate(np.split(order, np.flatnonzero(np.diff(of_size[order])) + 1)):
             members = rounds[places]
@@ -76,7 +77,19 @@ def against_usual(kind: Floats, size: Floats, transfer: Floats, skew: Floats) ->
             usual[members] = middle
             beyond = values > middle + max(SLOW_DEVIATIONS * deviation, 0.5 * middle)
             slow[members[beyond]] = values[beyond] - middle
+        grown = _grown(slow[rounds] > 0, far_above)
+        usual[rounds[grown]] = least[of_size[grown]]
+        slow[rounds[grown]] = transfer[rounds[grown]] - usual[rounds[grown]]
     return usual, slow
+
+
+def _grown(slow: NDArray[np.bool_], far_above: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Rounds that are slow because those before and after are: far above what other sizes foretell, in a run of such of
+    which half and more are slow for their own size (hysteresis, as Canny 1986 follows edges)."""
+    either = slow | far_above
+    run = np.cumsum(np.concatenate([[True], either[1:] != either[:-1]])) - 1
+    share = np.bincount(run, weights=slow) / np.bincount(run)
+    return np.asarray(far_above & ~slow & (share[run] >= SLOW_BESIDE))
 
 
 def _lower_mode(values: Floats) -> tuple[float, float] | None:

@@ -18,7 +18,15 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from tailscope.ranks.clocks import FEW_ROUNDS, Clock, connected, fit_clocks, median_of
-from tailscope.ranks.collectives import EXCHANGE, KINDS, OTHER, WORK, RankCollectives, load_rank
+from tailscope.ranks.collectives import (
+    EXCHANGE,
+    KINDS,
+    OTHER,
+    SYNCHRONISING,
+    WORK,
+    RankCollectives,
+    load_rank,
+)
 from tailscope.ranks.groups import BESIDE, Group, common, gather, match_groups
 from tailscope.ranks.replay import Replayed, Rounds, replay
 from tailscope.ranks.sequence import UNKNOWN, Floats, Ints
@@ -28,8 +36,6 @@ from tailscope.ranks.windows import Window
 from tailscope.schema import PHASES
 from tailscope.store import Trace
 
-#: Kinds of collectives that all ranks leave at one time: an exchange of unequal parts ends when each has its own.
-SYNCHRONISING = [kind for kind in range(len(KINDS)) if kind != EXCHANGE]
 #: Rounds the clocks are fitted to, evenly taken; more make them no better known.
 MOST_FITTED = 20_000
 #: Rows made at a time, by a thread of their own: memory does not grow with the window.
