@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -62,6 +63,9 @@ def window_decision(rows: Sequence[Row], limits: Mapping[str, float]) -> Decisio
             "inconclusive",
             f"profiles of {window['present']} of {window['world_size']} ranks: what looks like a transfer may be a wait for another",
         )
+    for oddest in map(odd_of, of_kind):
+        if oddest.matters(limits):
+            return Decision("inconclusive", unclear(oddest, limits))
     if undecided := unsure(window, limits["healthy"], "all links"):
         return undecided
     if not by_rank and window["by_ends"]:
@@ -72,24 +76,52 @@ def window_decision(rows: Sequence[Row], limits: Mapping[str, float]) -> Decisio
     return Decision("clear", "no transfer took longer than others of its size, and no rank leaves late")
 
 
-def of_ranks(rows: Sequence[Row], limits: Mapping[str, float]) -> Finding | None:
-    """One rank of a group that leaves its exchanges of a kind at another time than the others, step after step."""
+@dataclass(frozen=True)
+class Odd:
+    """Of a group's ranks the one that leaves its exchanges of a kind farthest from the others: after them (`late`) or before, so in
+    `same_way` of its steps, which has a `chance` of so much; what the steps are longer for it."""
+
+    row: Row
+    late: bool
+    same_way: int
+    chance: float
+    cost_ns: float
+    share: float
+
+    @property
+    def errors(self) -> float:
+        """How many times the clocks' error it is."""
+        return float(abs(self.row["exit_ns"]) / max(self.row["error_ns"], 1.0))
+
+    def matters(self, limits: Mapping[str, float]) -> bool:
+        """Whether that is no chance, and costs something, as far as the clocks tell."""
+        return (
+            self.chance < limits["chance"]
+            and self.same_way >= limits["always"] * self.row["steps_told"]
+            # Unless it surely costs less than is worth telling: so much of it is open as of how late it leaves.
+            and self.errors > 1
+            and self.share * (1 + 1 / self.errors) >= limits["share"]
+        )
+
+
+def odd_of(rows: Sequence[Row]) -> Odd:
     # Of two, one is as late as the other is early.
-    pair = len(rows) == 2
-    odd = max(rows, key=lambda r: r["exit_ns"] if pair else abs(r["exit_ns"]))
+    odd = max(rows, key=lambda r: r["exit_ns"] if len(rows) == 2 else abs(r["exit_ns"]))
     late = odd["exit_ns"] > 0
     same_way = odd["steps_late"] if late else odd["steps_told"] - odd["steps_late"]
     # It is the oddest of so many, one way or the other.
     chance = min(1.0, 2 * len(rows) * float(stats.binom.sf(same_way - 1, odd["steps_told"], 0.5)))
     cost = odd["saved_ns"] or 0
     share = cost / odd["as_left_ns"] if odd["as_left_ns"] else 0.0
-    if (
-        abs(odd["exit_ns"]) <= limits["errors"] * odd["error_ns"]
-        or chance >= limits["chance"]
-        # Unless it surely costs less than is worth telling: so much of it is open as of how late it leaves.
-        or share * (1 + odd["error_ns"] / abs(odd["exit_ns"])) < limits["share"]
-        or same_way < limits["always"] * odd["steps_told"]
-    ):
+    return Odd(odd, late, same_way, chance, cost, share)
+
+
+def of_ranks(rows: Sequence[Row], limits: Mapping[str, float]) -> Finding | None:
+    """One rank of a group that leaves its exchanges of a kind at another time than the others, step after step."""
+    oddest, pair = odd_of(rows), len(rows) == 2
+    odd, late, same_way, chance = oddest.row, oddest.late, oddest.same_way, oddest.chance
+    cost, share = oddest.cost_ns, oddest.share
+    if oddest.errors <= limits["errors"] or not oddest.matters(limits):
         return None
     rank, others = odd["rank"], [r["rank"] for r in rows if r["rank"] != odd["rank"]]
     if pair:
@@ -125,6 +157,15 @@ def of_ranks(rows: Sequence[Row], limits: Mapping[str, float]) -> Finding | None
         share,
         evidence,
         counter,
+    )
+
+
+def unclear(oddest: Odd, limits: Mapping[str, float]) -> str:
+    """That clocks are not known well enough to say whose link it is."""
+    return (
+        f"rank {oddest.row['rank']} leaves the {oddest.row['rank_kind']}s {'after' if oddest.late else 'before'} the others by "
+        f"{abs(oddest.row['exit_ns']) / 1e6:.3g} ms, which may cost {oddest.share:.0%} of the steps' time; two clocks together are known to "
+        f"{oddest.row['error_ns'] / 1e6:.3g} ms, and a link needs {limits['errors']:g} times that"
     )
 
 
