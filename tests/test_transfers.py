@@ -42,6 +42,15 @@ def test_a_slow_time_is_slow_though_most_rounds_of_a_size_were_in_it() -> None:
     assert usual == pytest.approx(30e3, rel=0.05)
 
 
+def test_a_few_rounds_before_a_slow_time_tell_where_other_sizes_take_as_long() -> None:
+    beside = [(n, 30, 30) for n in (40_000, 50_000, 80_000, 100_000)]
+    size, transfer = rounds(*beside, (65_536, 30, 6), (65_536, 150, 60), *beside)
+    _, beyond = usual_of(size, transfer)
+    assert np.flatnonzero(beyond).tolist() == list(range(126, 186))
+    alone, transfer = rounds((65_536, 30, 6), (65_536, 150, 60))
+    assert not np.any(usual_of(alone, transfer)[1]), "without them the few may be the odd ones"
+
+
 def test_two_kinds_of_one_size_are_not_a_slow_time() -> None:
     """One short and three long ones, over and over: nothing became slow."""
     size, transfer = rounds(*[(65_536, 30, 1), (65_536, 150, 3)] * 20)

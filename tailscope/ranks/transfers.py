@@ -70,7 +70,7 @@ def against_usual(kind: Floats, size: Floats, transfer: Floats, skew: Floats) ->
             )
             middle = float(np.median(base))
             deviation = spread(base - middle)
-            if (lower := None if few else _lower_mode(values)) and lower[0] < middle:
+            if (lower := None if few else _lower_mode(values, float(least[which]))) and lower[0] < middle:
                 middle, deviation = lower
             if few or (middle > FAR_ABOVE * least[which] and beside[which] >= SLOW_BESIDE):
                 middle, deviation = float(least[which]), SIZES_SPREAD * float(least[which])
@@ -92,10 +92,11 @@ def _grown(slow: NDArray[np.bool_], far_above: NDArray[np.bool_]) -> NDArray[np.
     return np.asarray(far_above & ~slow & (share[run] >= SLOW_BESIDE))
 
 
-def _lower_mode(values: Floats) -> tuple[float, float] | None:
+def _lower_mode(values: Floats, foretold: float) -> tuple[float, float] | None:
     """(middle, deviation) of the shorter ones where transfers of a size, in their order, are of two lengths, each for some
     time; else None. Parted where the variance between the two, in logarithms, is largest (Otsu 1979); that they come
-    in runs is what tells a slow time from two kinds of one size (Wald and Wolfowitz 1940)."""
+    in runs is what tells a slow time from two kinds of one size (Wald and Wolfowitz 1940). Few shorter ones will do where they
+    take what other sizes foretell."""
     logs = np.log(np.maximum(values, 1.0))
     ordered = np.sort(logs)
     n, below = len(ordered), np.arange(1, len(ordered))
@@ -104,10 +105,14 @@ def _lower_mode(values: Floats) -> tuple[float, float] | None:
     shorter = int(np.argmax(below * (n - below) * apart**2)) + 1
     is_long = logs > ordered[shorter - 1]
     longer = int(is_long.sum())
-    if min(n - longer, longer) < FEW_ROUNDS:
+    if longer < FEW_ROUNDS:
         return None
     middle = float(np.median(values[~is_long]))
     deviation = spread(values[~is_long] - middle)
+    if n - longer < FEW_ROUNDS:
+        if not middle <= FAR_ABOVE * foretold:
+            return None
+        deviation = max(deviation, SIZES_SPREAD * foretold)
     runs = 1 + int(np.sum(is_long[1:] != is_long[:-1]))
     by_chance = 2 * longer * (n - longer) / n + 1
     clear_of = max(FAR_ABOVE * middle, middle + SLOW_DEVIATIONS * deviation)
