@@ -11,6 +11,12 @@ lengths AS (
     SELECT "window", count(*) AS steps, sum(replayed_ns) AS replayed_ns, sum(coalesce(as_left_ns, replayed_ns)) AS as_left_ns FROM step_replays GROUP BY "window"
 ),
 rounds AS (FROM rank_rounds WHERE complete AND at_step IS NOT NULL),
+-- The shortest stay of some ranks is a wait where the one that came last was lost.
+whole AS (SELECT "window", "group", max(ranks) AS ranks FROM rounds GROUP BY "window", "group"),
+seen_by_all AS (
+    SELECT r.* FROM rounds r
+    SEMI JOIN whole w ON w."window" = r."window" AND w."group" = r."group" AND w.ranks IS NOT DISTINCT FROM r.ranks
+),
 clocks AS (
     SELECT "window", bool_and(basis <> 'one host') AS by_ends, bool_or(NOT together) AS exchanges_only
     FROM rank_clocks GROUP BY "window"
@@ -39,7 +45,7 @@ ranks AS (
 ),
 transfers AS (
     SELECT "window", "group", kind, size, count(*) AS rounds, median(transfer_ns) AS transfer_ns
-    FROM rounds WHERE is_last AND size >= 0 GROUP BY "window", "group", kind, size HAVING count(*) >= $steps
+    FROM seen_by_all WHERE is_last AND size >= 0 GROUP BY "window", "group", kind, size HAVING count(*) >= $steps
 ),
 -- In an exchange the shortest stay is that of who got least, which differs from time to time.
 at_times AS (
@@ -47,7 +53,7 @@ at_times AS (
            count(DISTINCT at_step) FILTER (WHERE slow_ns > 0) AS slow_steps, sum(slow_ns) AS slow_ns, arg_max(kind, slow_ns) AS kind,
            median(usual_transfer_ns) FILTER (WHERE slow_ns > 0) AS usual_ns, median(transfer_ns) FILTER (WHERE slow_ns > 0) AS slow_transfer_ns
     -- What no size is known of may be long because it is large.
-    FROM rounds WHERE is_last AND kind <> 'all_to_all' AND size >= 0 GROUP BY "window", "group"
+    FROM seen_by_all WHERE is_last AND kind <> 'all_to_all' AND size >= 0 GROUP BY "window", "group"
 ),
 -- What hits several groups at once may cost little in each. Groups beside each other are slow at one time, not one after the other.
 together AS (
@@ -55,7 +61,7 @@ together AS (
     FROM (
         SELECT "window", at_step, max(slow_ns) AS slow_ns
         FROM (
-            SELECT "window", at_step, rank, sum(slow_ns) AS slow_ns FROM rounds
+            SELECT "window", at_step, rank, sum(slow_ns) AS slow_ns FROM seen_by_all
             WHERE kind <> 'all_to_all' AND size >= 0 GROUP BY "window", at_step, rank
         ) GROUP BY "window", at_step
     ) WHERE slow_ns > 0 GROUP BY "window"
