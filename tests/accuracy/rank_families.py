@@ -420,13 +420,14 @@ FAMILIES = (
 )  # fmt: skip
 
 
-def replayed_s(world_with: RankWorld, made: Labelled) -> float:
-    """How late the fault makes somebody, on average, at each collective that it bears on, in the steps that it bears on: by
-    replaying the steps of the same run without it."""
+def replayed(world_with: RankWorld, made: Labelled) -> tuple[float, float]:
+    """(s by which the fault makes somebody late, on average, at each collective that it bears on, in the steps that it bears
+    on; share of all steps' time that it costs): by replaying the steps of the same run without it."""
     assert made.healthy is not None
     healthy = RankWorld(made.healthy, world_with.instance, 0, made.healthy.seed)
     rows = zip(world_with.starts, world_with.costs, world_with.tokens, world_with.requests, strict=True)
     without = np.array([healthy.step(k, *row)[0] for k, row in enumerate(rows)])
-    longer = world_with.timelines(0, len(without)).duration_s - without
+    took = world_with.timelines(0, len(without)).duration_s
+    longer = took - without
     struck = longer[longer > 1e-6]
-    return float(struck.mean() / made.places) if len(struck) else 0.0
+    return float(struck.mean() / made.places) if len(struck) else 0.0, float(longer.sum() / took.sum())
