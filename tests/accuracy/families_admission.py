@@ -297,7 +297,14 @@ FAMILIES: tuple[Family, ...] = (
         "a lower priority waits for a better one",
         suspects={"priority-inversion": with_slots},
     ),
-    Family("priorities, no queue", "decoy", nobody_waits, "priorities ignored where nobody queues"),
+    Family(
+        "priorities, no queue",
+        "decoy",
+        nobody_waits,
+        "priorities ignored where nobody queues",
+        # Bursts of anybody's prompts are waited for, if hardly.
+        suspects={"noisy-tenant": without_batch},
+    ),
     Family(
         "queues for its own",
         "decoy",
