@@ -18,7 +18,15 @@ from tailscope.source import Source
 
 from ._client_bench import NO_ARRAYS, filled, has_schedule, of_one_length, request_row
 from ._client_rows import Rows, Values, loads
-from ._client_times import BETWEEN_RUNS_NS, SECOND, as_long_as, end_by_file_time, number, of_closed_loop
+from ._client_times import (
+    BEFORE_1970,
+    BETWEEN_RUNS_NS,
+    SECOND,
+    as_long_as,
+    end_by_file_time,
+    number,
+    of_closed_loop,
+)
 
 #: Arrays by request, in the order of sending. `generated_texts` is not among them on purpose.
 ARRAYS = ("input_lens", "output_lens", "ttfts", "itls", "errors", "cached_tokens")
@@ -74,6 +82,9 @@ def read(source: Source, rows: Rows) -> Iterator[tuple[Table, pa.Table]]:
             request = {name: array[index] for name, array in arrays.items()}
             key = request_key("client", repr(result.get("duration")), repr(request["ttfts"]), index)
             arrival = None if begin is None or starts is None else begin + round(starts[0][index] * SECOND)
+            if arrival is not None and arrival <= 0:
+                source.tally.reject(BEFORE_1970, values.where)
+                continue
             row = _row(request, key, arrival, values, rows)
             cached = values.tokens(request.get("cached_tokens"), "cached tokens")
             rows.request(

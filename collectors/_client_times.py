@@ -24,6 +24,9 @@ BY_FILE_TIME = (
     "instants may be off by any amount, durations are not affected."
 )
 
+#: Why a request is left out that times of that length place where no clock was.
+BEFORE_1970 = "sent before 1970, going by how long requests took"
+
 
 def number(value: object) -> float | None:
     """A number from 0 on, or None: NaN, negative numbers and truth values are none."""

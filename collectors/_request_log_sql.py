@@ -22,6 +22,9 @@ KNOWN_STATUSES = {
     **dict.fromkeys(("408", "504"), "timeout"),
 }
 
+#: How vLLM begins the id of a call to each API, and how the API's path ends.
+API_PREFIXES = {"chatcmpl-": "/chat/completions", "cmpl-": "/completions"}
+
 NAMES = {"id": "request_id", "class": "klass"}
 
 
@@ -47,6 +50,13 @@ def cast(key: str, field: Field, column: Callable[[str], str], mapping: Mapping)
         return _status(text, mapping)
     if key == "trace_id":
         return f"lower({text})"
+    if key == "path":
+        return _prefix(text)
+    if key == "id" and "path" in mapping.fields:
+        # What the header said, as vLLM makes its id of it by the API.
+        prefix = _prefix(column(mapping.fields["path"].column))
+        own = " OR ".join(f"starts_with({text}, {literal(known)})" for known in API_PREFIXES)
+        return f"CASE WHEN {own} THEN {text} ELSE coalesce({prefix}, '') || {text} END"
     if key in TEXTS:
         return text
     if key in NUMBERS:
@@ -104,6 +114,15 @@ def _status(text: str, mapping: Mapping) -> str:
         f"CASE lower({text}){cases} ELSE CASE WHEN regexp_full_match({text}, '2[0-9]{{2}}') THEN 'ok' "
         f"WHEN regexp_full_match({text}, '[45][0-9]{{2}}') THEN 'error' END END"
     )
+
+
+def _prefix(path: str) -> str:
+    """By the path of a call, query string or not, how its id begins; NULL where it asks for no completion."""
+    cases = "".join(
+        f" WHEN regexp_full_match({path}, {literal('[^?]*' + end + '/?([?].*)?')}) THEN {literal(prefix)}"
+        for prefix, end in API_PREFIXES.items()
+    )
+    return f"CASE{cases} END"
 
 
 def literal(text: str) -> str:

@@ -36,6 +36,12 @@ ROW = "\0row"
 SHOWN = 20
 
 DELIMITERS = ",;\t|"
+#: What a line holds that holds nothing.
+_BLANK = DELIMITERS + ' "\r\n'
+#: Rows that are looked through for the line on which a quote opens.
+MOST_ROWS = 1_000_000
+UNEVEN = "row with another number of cells than the header"
+UNCLOSED = "line lost in a row whose quote is not closed, or too late"
 #: A header's cell: a name, not a sentence and not a value.
 _NAME = re.compile(r"[^\W\d][\w .\-/()%\[\]:#]{0,99}")
 #: Half of a pair of surrogates in JSON, which no parser that is strict takes; whole pairs are kept.
@@ -56,6 +62,8 @@ class Sample:
     rows: tuple[dict[str, str], ...]
     delimiter: str = ","
     timestamps: tuple[str, ...] = ()
+    #: Lines of CSV up to and with the header.
+    header_lines: int = 1
 
     def values(self, column: str) -> list[str]:
         return [value for row in self.rows if (value := row.get(column, "").strip())]
@@ -74,7 +82,16 @@ def sample(source: Source, sure: bool = False) -> Sample | None:
         return None
     if text.lstrip().startswith("{"):
         return _sample_lines(source)
-    whole = text.rpartition("\n")[0] if len(head) == HEAD else text
+    size = HEAD
+    if len(head) == HEAD and text.lstrip(_BLANK).count("\n") < 2:
+        # A header, or the row after it, that is longer than what is looked at to recognise a file.
+        size = SAMPLE_BYTES
+        with Source(source.path).open() as stream:
+            head = stream.read(size)
+        text = head.decode("utf-8", "replace")
+        if sure and len(head) == size and "\n" not in text.lstrip(_BLANK):
+            raise BadInput("its first line is longer than 8 MiB, which is no header")
+    whole = text.rpartition("\n")[0] if len(head) == size else text
     return _sample_csv(whole or text, sure)
 
 
@@ -113,8 +130,12 @@ def _flat(record: dict[str, Any], prefix: str = "", depth: int = 0) -> dict[str,
 
 
 def _sample_csv(text: str, sure: bool) -> Sample | None:
+    # Spreadsheets begin with rows that hold nothing.
+    blank = 0
+    while text and not text.partition("\n")[0].strip(_BLANK):
+        text, blank = text.partition("\n")[2], blank + 1
     lines = text.splitlines()
-    if len(lines) < 2 and not sure:
+    if not lines or (len(lines) < 2 and not sure):
         return None
     for delimiter in sorted(DELIMITERS, key=lambda d: -lines[0].count(d)):
         try:
@@ -130,7 +151,11 @@ def _sample_csv(text: str, sure: bool) -> Sample | None:
         # A log with commas in it is not a table.
         if sure or (body and 2 * len(body) >= len(rows) - 1):
             return Sample(
-                "csv", tuple(names), tuple(dict(zip(names, row, strict=True)) for row in body), delimiter
+                "csv",
+                tuple(names),
+                tuple(dict(zip(names, row, strict=True)) for row in body),
+                delimiter,
+                header_lines=blank + 1,
             )
     return None
 
@@ -191,21 +216,32 @@ def batches(source: Source, found: Sample, wanted: Sequence[str]) -> Iterator[pa
 
 def _csv(source: Source, found: Sample, wanted: Sequence[str]) -> Iterator[pa.RecordBatch]:
     broken: list[int] = []
+    swallowed: list[int] = []
+
+    def reject(row: int, lines: int) -> None:
+        """A row that is no row, and the lines that went with it."""
+        if lines > 1:
+            where = _line_of(source, found, row) if not swallowed else ""
+            swallowed.append(row)
+            source.tally.reject(UNCLOSED, where, lines)
+        else:
+            source.tally.reject(UNEVEN, f"row {row:,}")
 
     def leave_out(row: Any) -> Literal["skip", "error"]:
         # The header is row 1.
-        broken.append(row.number - 1)
-        source.tally.reject("row with another number of cells than the header", f"row {row.number - 1:,}")
+        broken.append(row.number - found.header_lines)
+        reject(broken[-1], 1 + (row.text or "").rstrip("\r\n").count("\n"))
         return "skip"
 
     names = list(found.columns)
     kept = [name for name in dict.fromkeys(wanted) if name in names]
     with source.open() as stream:
+        counted = _Counted(stream)
         try:
             reader = pa_csv.open_csv(
-                cast(Any, pa.PythonFile(_Unicode(stream), mode="r")),
+                cast(Any, pa.PythonFile(counted, mode="r")),
                 read_options=pa_csv.ReadOptions(
-                    block_size=BLOCK, use_threads=False, column_names=names, skip_rows=1
+                    block_size=BLOCK, use_threads=False, column_names=names, skip_rows=found.header_lines
                 ),
                 parse_options=pa_csv.ParseOptions(
                     delimiter=found.delimiter, newlines_in_values=True, invalid_row_handler=leave_out
@@ -219,10 +255,54 @@ def _csv(source: Source, found: Sample, wanted: Sequence[str]) -> Iterator[pa.Re
             done = 0
             for batch in reader:
                 numbers, done = _numbers(done, batch.num_rows, broken)
-                yield _with_rows(batch, numbers)
+                rows = _with_rows(batch, numbers)
+                lines = _rows_inside(batch, found)
+                for place in np.flatnonzero(lines).tolist():
+                    reject(int(numbers[place]), 1 + int(lines[place]))
+                yield rows.filter(pa.array(lines == 0)) if lines.any() else rows
+            inside = counted.lines - found.header_lines - max(done, *broken, 0)
+            if inside > 0 and not swallowed:
+                source.tally.note(
+                    f"{inside:,} lines are inside of quoted values: if no value has line breaks of its own, a quote is not closed, "
+                    "and these lines are lost."
+                )
         except pa.ArrowException as error:
             where = f"after row {done:,}" if "done" in locals() else ""
             raise BadInput(f"cannot be read as CSV: {_first_line(error)}", where=where) from error
+
+
+def _rows_inside(batch: pa.RecordBatch, found: Sample) -> Any:
+    """How many lines each row has swallowed: line breaks in a value that holds as many delimiters as rows do, or half of it."""
+    most = np.zeros(batch.num_rows, np.int64)
+    for column in batch.columns:
+        inside: Any = pc.utf8_rtrim(column, "\r\n")
+        breaks, delimiters = (
+            pc.count_substring(inside, text).to_numpy(zero_copy_only=False)
+            for text in ("\n", found.delimiter)
+        )
+        rows = 2 * delimiters >= breaks * (len(found.columns) - 1)
+        most = np.maximum(most, np.where(rows, breaks, 0))
+    return most
+
+
+def _line_of(source: Source, found: Sample, row: int) -> str:
+    """On which line of the file a row begins, else its number: a value may have lines of its own."""
+    if row <= MOST_ROWS:
+        with (
+            Source(source.path).open() as stream,
+            io.TextIOWrapper(cast(Any, _Unicode(stream)), newline="") as text,
+        ):
+            reader = csv.reader(text, delimiter=found.delimiter)
+            try:
+                for _ in range(found.header_lines):
+                    next(reader)
+                rows = 0
+                while rows < row - 1:
+                    rows += bool(next(reader))
+            except (csv.Error, StopIteration):
+                return f"row {row:,}"
+            return f"line {reader.line_num + 1:,}, where it opens"
+    return f"row {row:,}"
 
 
 def _numbers(done: int, count: int, broken: Sequence[int]) -> tuple[Any, int]:
@@ -327,4 +407,21 @@ class _Unicode(io.RawIOBase):
             if not raw and not self._ready:
                 return b""
         piece, self._ready = self._ready[:size], self._ready[size:]
+        return piece
+
+
+class _Counted(_Unicode):
+    """Counts the lines that hold anything and end."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._last = b"\n"
+        self.lines = 0
+
+    def read(self, size: int = -1, /) -> bytes:
+        piece = super().read(size)
+        text = (self._last + piece).replace(b"\r", b"")
+        ends = np.frombuffer(text, np.uint8) == ord("\n")
+        self.lines += int((ends[1:] & ~ends[:-1]).sum())
+        self._last = text[-1:]
         return piece

@@ -15,7 +15,15 @@ from tailscope.schema import REQUESTS, Table
 from tailscope.source import Source
 
 from ._client_rows import Rows, Values, loads
-from ._client_times import MILLISECOND, SECOND, as_long_as, end_by_file_time, number, of_closed_loop
+from ._client_times import (
+    BEFORE_1970,
+    MILLISECOND,
+    SECOND,
+    as_long_as,
+    end_by_file_time,
+    number,
+    of_closed_loop,
+)
 
 REJECTED, TIMEOUTS = (429, 503), (408, 504)
 UNITS = {"s": SECOND, "ms": MILLISECOND}
@@ -72,6 +80,9 @@ class GenAIBench:
                 source.tally.reject("not a request", values.where)
                 continue
             arrival = None if starts is None else starts[position - 1]
+            if arrival is not None and arrival <= 0:
+                source.tally.reject(BEFORE_1970, values.where)
+                continue
             key = request_key(
                 "client", repr(run.get("run_duration")), repr(request.get("e2e_latency")), position
             )

@@ -150,6 +150,7 @@ class _Reader:
         instance = self._mapping.instance
         unordered = 0
         for batch in self._run(self._source, self._query()):
+            batch = self._requests(batch)
             self._count(batch)
             good = batch.filter(pc.is_valid(batch["arrival_ns"]))
             self._stored += good.num_rows
@@ -157,7 +158,10 @@ class _Reader:
             if good.num_rows:
                 yield REQUESTS, self._rows(good, instance)
         if not self._stored:
-            reason, where = next(iter(self._source.tally.first_seen.items()), ("it has no rows", ""))
+            nothing = (
+                "none of its calls asks for a completion" if self._source.tally.skipped else "it has no rows"
+            )
+            reason, where = next(iter(self._source.tally.first_seen.items()), (nothing, ""))
             raise BadInput(f"no request can be used: {reason}", where=where)
         if unordered:
             self._source.tally.note(
@@ -316,6 +320,16 @@ class _Reader:
         return "(" + " AND ".join(f"{self._column(c)} IS NOT NULL" for c in field.columns) + ")"
 
     # -- what came of it ---------------------------------------------------------------------------
+
+    def _requests(self, batch: pa.Table) -> pa.Table:
+        """Without the calls that ask for no completion, such as probes, where there are paths that say so."""
+        if "path" not in self._mapping.fields:
+            return batch
+        other = batch["bad_path"]
+        if count := pc.sum(other).as_py():
+            self._source.tally.skip("call asks for no completion", count)
+            batch = batch.filter(pc.invert(other))
+        return batch
 
     def _count(self, batch: pa.Table) -> None:
         tally = self._source.tally

@@ -65,7 +65,8 @@ class _Engine:
     #: Number in the source of the process's request 0.
     base: int = 0
     requests: dict[int, str] = field(default_factory=dict)
-    #: request -> [phase, tokens, first step, its end, computed before]
+    #: request -> [phase, tokens, first step, its end, computed before], and where the run had to wait for KV cache from when to
+    #: when.
     running: dict[int, list[int]] = field(default_factory=dict)
     #: Number, end and end on the monotonic clock of the last step.
     last: tuple[int, int, int] | None = None
@@ -99,7 +100,7 @@ class _Reader:
             SCHEDULE,
             (
                 "engine", "iteration_first", "iteration_last", "first_end_ns", "last_end_ns", "request_id", "stay", "phase",
-                "tokens", "computed_before",
+                "tokens", "computed_before", "fetch_ns", "fetched_ns",
             ),
         )  # fmt: skip
         self.steps = _Columns(
@@ -173,14 +174,14 @@ class _Reader:
     def _close(self, request: int) -> None:
         """The request's state held until the last step."""
         engine = self.engine
-        phase, tokens, first, first_end, before = engine.running.pop(request)
+        phase, tokens, first, first_end, before, *fetch = engine.running.pop(request)
         if engine.last is None:
             return  # the step that named it first could not be used
         last, last_end, _ = engine.last
         self.schedule.rows.append(
             (
                 engine.number, first, last, first_end, last_end, engine.requests.get(request), engine.base + request,
-                PHASES[phase], tokens, before,
+                PHASES[phase], tokens, before, *(fetch or (None, None)),
             )
         )  # fmt: skip
 
@@ -195,6 +196,7 @@ class _Reader:
             raise _Malformed
         # All of a line is read before anything changes: what is damaged at its end says nothing.
         told = _told(record)
+        fetches = self._fetches(record, mono)
         self._name(record)
         follows = engine.last is not None and number == engine.last[0] + 1
         if engine.last is not None and number <= engine.last[0]:
@@ -221,7 +223,7 @@ class _Reader:
                     if run[:2] == [phase, tokens] and run[4] + tokens * (number - run[2]) == before:
                         continue
                     self._close(request)
-                engine.running[request] = [phase, tokens, number, end, before]
+                engine.running[request] = [phase, tokens, number, end, before, *fetches.get(request, ())]
         elif states:
             self.tally.blank("who was in the step is not known after lost lines", self.where)
         self._happened(record, end, elapsed, preempted)
@@ -241,6 +243,20 @@ class _Reader:
         follows = last is not None and number == last[0] + 1
         elapsed = mono - (max(begin, last[2]) if follows and last else begin)
         return number, end, max(elapsed, 0), mono
+
+    def _fetches(self, record: dict[str, Any], mono: int) -> dict[int, tuple[int, int]]:
+        """Requests that had to wait for KV cache from elsewhere before this step: from when to when, on the wall clock."""
+        wall, begin, _ = record["t"]
+        found = {}
+        for entry in _list(record, "r"):
+            if not (isinstance(entry, list) and len(entry) == 3 and all(type(v) is int for v in entry)):
+                raise _Malformed
+            request, began, known = entry
+            if 0 <= began <= known <= mono and wall + began >= begin:
+                found[request] = (wall + began - begin, wall + known - begin)
+            else:
+                self.tally.blank("wait for KV cache is no time before the step", self.where)
+        return found
 
     def _name(self, record: dict[str, Any]) -> None:
         for entry in _list(record, "new"):

@@ -9,12 +9,14 @@ import numpy as np
 from tailscope.model import Evidence
 from tailscope.stats import allows_quantile, change_point, quantile_interval, uncorrelated
 
-from ._ranks import Row
+from ._ranks import SHARE, Row
 
 #: From so many times the others' tokens on load may be a cause.
 MORE_LOAD = 1.2
 #: Share of the extra work that tokens account for, from which load is the cause, and below which it is none.
 LOAD, NO_LOAD = 0.7, 0.3
+#: Fewer steps without more load than the others' do not tell what lateness is left in them.
+FEW_STEPS = 5
 #: A change of level is told of from so many steps, at this p, where lateness at least doubles or halves.
 CHANGE_STEPS, CHANGE_P, CHANGE_RATIO = 20, 0.01, 2.0
 
@@ -34,6 +36,14 @@ def cause_of(late: Row) -> tuple[str, list[Evidence]]:
     )
     if phases and phases[0]["phase"] != "expert":
         # What an engine's own ranks compute beside the experts is its own batch.
+        if (steps := late["unloaded_steps"] or 0) >= FEW_STEPS:
+            share = late["unloaded_ns"] / max(late["unloaded_step_ns"], 1)
+            if share < SHARE.value:
+                text = (
+                    f"in the {steps} steps in which its engine has no more to prefill than the others its lateness costs {share:.1%} of the "
+                    "time: it is the load, the rank is not slow"
+                )
+                return "load", [Evidence(text, {"steps": steps, "share": share})]
         tokens, others = late["batch_tokens"], late["others_batch_tokens"]
         what = "its batches held {:.2f} x the others' tokens in those steps"
     if not tokens or not others:

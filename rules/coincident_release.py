@@ -30,28 +30,30 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
     groups = [row for row in rows if row["kind"] is not None and by_chance(row) <= limits["chance"]]
     if not groups:
         return Decision("clear", "no requests that came apart were let go together")
-    unowned = [row for row in groups if row["kind"] == UPSTREAM or is_unowned(row)]
-    unknown = [row for row in groups if row not in unowned and row["kind"] != UPSTREAM and is_unknown(row)]
+    by_tail = by_ordinary_steps(groups, limits)
+    known = [row for row in groups if (row["kind"] == UPSTREAM or is_unowned(row)) and row not in by_tail]
+    untold = [row for row in groups if row not in known and row["kind"] != UPSTREAM and is_untold(row)]
     findings = [
         finding
-        for _, members in groupby(
-            [*unowned, *unknown], key=lambda r: (r in unknown, r["kind"], r["instance"], r["engine_key"])
-        )
-        if (finding := judged(list(members), limits)) is not None
+        for told in (known, by_tail, untold)
+        for _, members in groupby(told, key=lambda r: (r["kind"], r["instance"], r["engine_key"]))
+        if (finding := judged(list(members), limits, told is by_tail)) is not None
     ]
     if any(f.status == "found" for f in findings):
-        n = sum(row["n"] for row in unowned)
+        n = sum(row["n"] for row in known)
         return Decision(
             "found",
-            f"{n} requests were let go together in {_tails.counted(len(unowned), 'group')}",
+            f"{n} requests were let go together in {_tails.counted(len(known), 'group')}",
             tuple(findings),
         )
     if findings:
         return Decision(
             "inconclusive", "requests were let go together, but nothing says by what", tuple(findings)
         )
-    owners = sorted({row["owner"] for row in groups if row["owner"] and row not in unowned})
-    if not unowned and owners:
+    owners = sorted(
+        {row["owner"] for row in groups if row["owner"] and row not in known and row not in by_tail}
+    )
+    if not known and not by_tail and owners:
         return Decision(
             "clear",
             f"{_tails.counted(len(groups), 'group')} let go together, by what other rules judge: {', '.join(owners)}",
@@ -77,12 +79,30 @@ def is_unowned(row: Row) -> bool:
     return bool(row["has_steps"] and row["booked_s"] and row["unowned_s"] >= row["booked_s"] / 2)
 
 
-def is_unknown(row: Row) -> bool:
+def is_untold(row: Row) -> bool:
     """Whether no steps say what they waited for."""
     return bool(row["booked_s"] and not row["has_steps"])
 
 
-def judged(groups: Sequence[Row], limits: Mapping[str, float]) -> Finding | None:
+def by_ordinary_steps(groups: Sequence[Row], limits: Mapping[str, float]) -> list[Row]:
+    """Those let go by the end of a step that nothing stands beside, and that is not apart from the tail of all steps of its
+    engine: where steps have a long tail, its largest let go whoever came meanwhile."""
+    found, apart = [], dict[int, set[int] | None]()
+    for row in groups:
+        if row["lane"] is None or row["reason"] or not is_unowned(row):
+            continue
+        if row["lane"] not in apart:
+            named = {top["round"] for top in row["tops"] or () if top["reason"]}
+            chance = limits["alone"] / row["lanes"]
+            rounds, test = _pauses.those_apart(row["tops"], named, 1 + limits["times"], chance)
+            apart[row["lane"]] = None if test is None else rounds
+        rounds_apart = apart[row["lane"]]
+        if rounds_apart is not None and row["round"] not in rounds_apart:
+            found.append(row)
+    return found
+
+
+def judged(groups: Sequence[Row], limits: Mapping[str, float], by_tail: bool) -> Finding | None:
     """A finding for the groups of one place, where they are felt."""
     if groups[0]["kind"] == UPSTREAM:
         hurt = client_tails(groups)
@@ -90,10 +110,10 @@ def judged(groups: Sequence[Row], limits: Mapping[str, float]) -> Finding | None
         hurt = _tails.tails((row["hurt"] for row in groups), groups[0]["classes"])
     hurt = _tails.felt(hurt, limits["share"], limits["slowdown"])
     # Without steps no bill says what a wait was for, and so none of an excess is this.
-    is_known = groups[0]["kind"] == UPSTREAM or is_unowned(groups[0])
-    if is_known and not hurt:
+    is_told = groups[0]["kind"] == UPSTREAM or is_unowned(groups[0])
+    if is_told and not hurt:
         return None
-    return finding(groups, hurt, is_known)
+    return finding(groups, hurt, is_told and not by_tail)
 
 
 def client_tails(groups: Sequence[Row]) -> list[_tails.Tail]:
@@ -163,6 +183,12 @@ def finding(groups: Sequence[Row], hurt: Sequence[_tails.Tail], is_known: bool) 
             Evidence(
                 f"the clients' clock is known to {first['error_ns'] / 1e6:.3g} ms: what they sent within that may have come together",
                 {"error_ns": first["error_ns"]},
+            )
+        )
+    elif not is_known and steps:
+        counter.append(
+            Evidence(
+                "steps of this engine have a long tail of their own: by how far apart the longest lie, this one may be of it"
             )
         )
     elif not is_known:
@@ -266,9 +292,8 @@ RULE = Rule(
         Threshold("together", 0.1, "of the idle time", "Ten times closer together than the gap before."),
         Threshold("least", 4, "requests", "Two or three come together by chance."),
         Threshold("most", 500, "groups", "The largest are those that anybody felt."),
-        Threshold(
-            "times", 2, "x the batch", "A step three times as long as its batch accounts for stood still."
-        ),
+        _pauses.TIMES,
+        _pauses.ALONE,
         Threshold(
             "chance",
             0.001,
@@ -276,10 +301,7 @@ RULE = Rule(
             "Against requests let go as far apart as they came, for all gaps that were tried.",
         ),
         Threshold(
-            "share",
-            0.3,
-            "0-1",
-            "Steps with a long tail of their own let a few go together now and then, which is not why the tail is long.",
+            "share", 0.3, "0-1", "A few are let go together now and then, which is not why the tail is long."
         ),
         _tails.SLOWDOWN,
     ),

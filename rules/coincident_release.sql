@@ -77,13 +77,16 @@ prompts AS (
 ),
 -- The step that lasted longest beyond its batch while they waited.
 waits AS (
-    SELECT f.kind, f.instance, f.engine_key, f.head_ns, c.start_ns, c.end_ns, c.beyond_s, c.reason
-    FROM found f ASOF JOIN (SELECT instance, coalesce(engine, -1) AS engine_key, start_ns, end_ns, beyond_s, reason FROM step_costs
-                            WHERE usable AND beyond_s >= $times * (batch_s + ranks_s) AND beyond_s >= $idle / 2) c
-      ON c.instance = f.instance AND c.engine_key = f.engine_key AND c.start_ns <= f.head_ns
-    WHERE f.kind = 'first token' AND c.end_ns >= f.first_begun_ns
+    SELECT f.kind, f.instance, f.engine_key, f.head_ns, c.lane, c.round, c.start_ns, c.end_ns, c.beyond_s, c.reason
+    -- There are no more such steps than fit into the time, and few groups: no interval join of much.
+    FROM found f JOIN (SELECT lane, round, instance, coalesce(engine, -1) AS engine_key, start_ns, end_ns, beyond_s, reason FROM step_costs
+                       WHERE usable AND beyond_s >= $times * (batch_s + ranks_s) AND beyond_s >= $idle / 2) c
+      ON c.instance = f.instance AND c.engine_key = f.engine_key AND c.start_ns <= f.head_ns AND c.end_ns >= f.first_begun_ns
+    WHERE f.kind = 'first token'
+    QUALIFY row_number() OVER (PARTITION BY f.kind, f.instance, f.engine_key, f.head_ns ORDER BY c.beyond_s DESC, c.start_ns) = 1
 )
 SELECT f.*, o.unowned_s, o.booked_s, o.frontend_s, o.owner, p.hurt, u.client_hurt, r.longest_prompt, r.klasses, w.start_ns AS step_ns, w.beyond_s, w.reason,
+       w.lane, w.round, t.tops, (SELECT count(*) FROM lanes) AS lanes,
        (SELECT median(prompt_tokens) FROM seen) AS usual_prompt, -- Without steps at the requests' time a bill does not say what a wait was for.
        coalesce((SELECT any_value(matched >= 0.5 * total) FROM coverage WHERE "join" = 'request → iterations' AND total > 0), false) AS has_steps,
        (SELECT count(*) FROM seen) AS requests,
@@ -97,4 +100,5 @@ LEFT JOIN parts p USING (kind, instance, engine_key, head_ns)
 LEFT JOIN upstream u USING (kind, instance, engine_key, head_ns)
 LEFT JOIN prompts r USING (kind, instance, engine_key, head_ns)
 LEFT JOIN waits w USING (kind, instance, engine_key, head_ns)
+LEFT JOIN longest_steps t USING (lane)
 ORDER BY kind, instance, engine_key, head_ns

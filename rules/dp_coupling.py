@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 from tailscope.model import (
@@ -47,49 +46,52 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
 
 
 def by_ranks(rows: Sequence[Row], instances: int, limits: Mapping[str, float]) -> Decision:
-    """What the ranks of one window wait for in collectives that span engines, one row a waiting and a last engine."""
-    waiting = {engine: Waiting.of(list(group)) for engine, group in groupby(rows, key=lambda r: r["engine"])}
-    most = max(waiting.values(), key=lambda w: w.share)
+    """What the ranks of one window wait for in collectives that span engines, one row a waiting engine."""
+    most = max(rows, key=share_stalled)
     costs = (
-        f"ranks of engine {most.engine} wait {most.share:.0%} of their steps' time for an engine with more to prefill, "
-        f"{most.each_ns / 1e6:.3g} ms at a time"
+        f"ranks of engine {most['engine']} wait {share_stalled(most):.0%} of their steps' time for an engine with more to prefill, in "
+        f"{most['steps']} steps that are twice as long for it or longer"
     )
-    if most.share < limits["time"] or most.each_ns < limits["gap"] * most.usual_ns:
-        return Decision("clear", f"{costs}: no stall")
-    if most.each_ns < limits["contrast"] * most.beside_ns:
+    if share_stalled(most) < limits["time"]:
+        return Decision("clear", f"{costs}: too little")
+    if most["behind_ns"] < limits["contrast"] * most["beside_ns"]:
         return Decision(
             "clear",
-            f"{costs}, and {most.beside_ns / 1e6:.3g} ms for one without more: prefill is not what they wait for",
+            f"{costs}; {most['behind_ns'] / 1e6:.3g} ms a step for those with more to prefill, {most['beside_ns'] / 1e6:.3g} ms for those "
+            "without more: prefill is not what they wait for",
         )
     caused: dict[int, float] = {}
     for row in rows:
-        caused[row["last_engine"]] = caused.get(row["last_engine"], 0.0) + row["behind_ns"] / 1e9
+        for last in row["caused"] or ():
+            caused[last["engine"]] = caused.get(last["engine"], 0.0) + last["ns"] / 1e9
     named = {"instances": instances, "instance": rows[0]["instance"]}
     evidence = [
         Evidence(
-            f"engine {w.engine}: its ranks wait {w.share:.0%} of the time of their steps in collectives for an engine with more to prefill, "
-            f"{w.each_ns / 1e6:.3g} ms at a time; for engines without more {w.beside_ns / 1e6:.3g} ms; a usual step takes "
-            f"{w.usual_ns / 1e6:.3g} ms",
+            f"engine {r['engine']}: its ranks wait {share_stalled(r):.0%} of the time of their steps in collectives for an engine with more "
+            f"to prefill, in {r['steps']} steps and {r['stalled_ns'] / max(r['stalls'], 1) / 1e6:.3g} ms at a time; for engines without more "
+            f"{r['beside_ns'] / 1e6:.3g} ms; but for that a step takes {r['usual_ns'] / 1e6:.3g} ms",
             {
-                "engine": w.engine,
-                "share": w.share,
-                "each_ns": w.each_ns,
-                "beside_ns": w.beside_ns,
-                "usual_ns": w.usual_ns,
+                k: r[k]
+                for k in ("engine", "stalls", "stalled_ns", "behind_ns", "beside_ns", "usual_ns", "step_ns")
             },
         )
-        for w in sorted(waiting.values(), key=lambda w: -w.share)[:4]
+        for r in sorted(rows, key=lambda r: -share_stalled(r))[:4]
+        if r["stalls"]
     ]
     victims = tuple(
-        Party("engine", _tails.engine_name({**named, "engine": w.engine}), {"share_of_steps": w.share})
-        for w in waiting.values()
-        if w.share >= limits["time"]
+        Party(
+            "engine",
+            _tails.engine_name({**named, "engine": r["engine"]}),
+            {"share_of_steps": share_stalled(r)},
+        )
+        for r in rows
+        if share_stalled(r) >= limits["time"]
     )
-    culprit, title = blamed(caused, named, len(waiting), limits)
+    culprit, title = blamed(caused, named, len(rows), limits)
     found = Finding(
         rule=RULE.name,
         status="found",
-        severity=severity_of(most.share),
+        severity=severity_of(share_stalled(most)),
         basis="measured",
         title=title,
         culprit=culprit,
@@ -104,27 +106,9 @@ def by_ranks(rows: Sequence[Row], instances: int, limits: Mapping[str, float]) -
     return Decision("found", costs, (found,))
 
 
-@dataclass(frozen=True)
-class Waiting:
-    """What the ranks of an engine wait in collectives for other engines: as a share of their steps for one that has more
-    to prefill, how long each time, how long each time for one that has not, and how long a step is."""
-
-    engine: int
-    share: float
-    each_ns: float
-    beside_ns: float
-    usual_ns: float
-
-    @staticmethod
-    def of(rows: Sequence[Row]) -> Waiting:
-        behind, beside = sum(r["behind_ns"] for r in rows), sum(r["beside_ns"] for r in rows)
-        return Waiting(
-            rows[0]["engine"],
-            float(behind / max(rows[0]["step_ns"], 1)),
-            float(behind / max(sum(r["behind_steps"] for r in rows), 1)),
-            float(beside / max(sum(r["beside_steps"] for r in rows), 1)),
-            float(rows[0]["usual_ns"]),
-        )
+def share_stalled(row: Row) -> float:
+    """Of the time of an engine's steps, its ranks' wait for others' prefill in the steps that it at least doubles."""
+    return float(row["stalled_ns"] / max(row["step_ns"], 1))
 
 
 def blamed(
@@ -272,7 +256,7 @@ RULE = Rule(
         _prefill.SLOWDOWN,
         _prefill.GAP,
         Threshold(
-            "time", 0.1, "of step time", "Ranks that wait less for each other are as even as ranks are."
+            "time", 0.05, "of step time", "Less than a twentieth of the steps' time is not worth acting on."
         ),
         Threshold(
             "contrast",

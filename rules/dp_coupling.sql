@@ -49,39 +49,61 @@ batches AS (
     SELECT source, rank, iteration, any_value(prefill_tokens) AS prefill_tokens FROM iterations WHERE rank IS NOT NULL GROUP BY ALL
 ),
 arrivals AS (
-    SELECT r."window", r."group", r.round, r.rank, r.step, r.is_last, r.caused_ns, r.wait_ns, r.error_ns, r.start_ns - coalesce(r.work_ns, 0) AS from_ns, r.end_ns,
+    SELECT r."window", r."group", r.round, r.rank, r.step, r.is_last, r.wait_ns, r.error_ns, r.start_ns, r.start_ns - coalesce(r.work_ns, 0) AS from_ns, r.end_ns,
            w.instance, w.engine, coalesce(b.prefill_tokens, 0) AS prefill_tokens
     FROM rank_rounds r
     JOIN rank_windows w ON w."window" = r."window" AND w.rank = r.rank AND w.used AND w.engine IS NOT NULL
     LEFT JOIN batches b ON b.source = w.source AND b.rank = r.rank AND b.iteration = r.step
     WHERE r.complete
 ),
+-- Of collectives that span engines: how long a rank needs from one to the next, by its own clock. Who is late for want of
+-- what was sent to it needs no longer than the others.
+spanning AS (
+    SELECT a.*, a.start_ns - lag(a.end_ns) OVER (PARTITION BY a."window", a.rank ORDER BY a.start_ns, a.round) AS needs_ns
+    FROM arrivals a
+    SEMI JOIN (SELECT "window", "group", round FROM arrivals GROUP BY ALL HAVING count(DISTINCT engine) > 1) s
+      ON s."window" = a."window" AND s."group" = a."group" AND s.round = a.round
+),
 lasts AS (
-    SELECT "window", "group", round, arg_max(engine, is_last::INT) AS last_engine, arg_max(prefill_tokens, is_last::INT) AS last_prefill
-    FROM arrivals GROUP BY ALL HAVING count(DISTINCT engine) > 1
+    SELECT "window", "group", round, engine AS last_engine, prefill_tokens AS last_prefill, needs_ns AS last_needs_ns FROM spanning WHERE is_last
+),
+waits AS (
+    SELECT a."window", a.instance, a.engine, a.rank, a.step, l.last_engine, l.last_prefill > a.prefill_tokens AS is_behind,
+           least(a.wait_ns, l.last_needs_ns - a.needs_ns) AS ns
+    FROM spanning a JOIN lasts l USING ("window", "group", round)
+    WHERE l.last_engine <> a.engine AND a.step IS NOT NULL
+      -- A wait that clocks cannot tell counts for nothing.
+      AND a.wait_ns > $errors * a.error_ns AND l.last_needs_ns > a.needs_ns
 ),
 waited AS (
-    SELECT a."window", a.instance, a.engine, a.rank, a.step, l.last_engine,
-           sum(a.wait_ns) FILTER (WHERE l.last_prefill > a.prefill_tokens) AS behind_ns,
-           sum(a.wait_ns) FILTER (WHERE l.last_prefill <= a.prefill_tokens) AS beside_ns
-    FROM arrivals a JOIN lasts l USING ("window", "group", round) WHERE l.last_engine <> a.engine AND a.step IS NOT NULL
-      -- A wait that clocks cannot tell counts for nothing.
-      AND a.wait_ns > $errors * a.error_ns
-    GROUP BY ALL
+    SELECT "window", instance, engine, rank, step, last_engine, sum(ns) FILTER (WHERE is_behind) AS behind_ns, sum(ns) FILTER (WHERE NOT is_behind) AS beside_ns
+    FROM waits GROUP BY ALL
 ),
-profiled AS (
-    SELECT "window", engine, sum(step_ns) AS step_ns, median(step_ns) AS usual_ns
-    FROM (SELECT "window", engine, rank, step, max(end_ns) - min(from_ns) AS step_ns FROM arrivals WHERE step IS NOT NULL GROUP BY ALL)
-    GROUP BY "window", engine
+in_steps AS (
+    SELECT s.*, coalesce(w.behind_ns, 0) AS behind_ns, w.beside_ns
+    FROM (SELECT "window", engine, rank, step, max(end_ns) - min(from_ns) AS step_ns FROM arrivals WHERE step IS NOT NULL GROUP BY ALL) s
+    LEFT JOIN (SELECT "window", rank, step, sum(behind_ns) AS behind_ns, sum(beside_ns) AS beside_ns FROM waited GROUP BY ALL) w USING ("window", rank, step)
+),
+-- Where every step holds somebody's prefill, a usual one has the wait in it that it is to be held against.
+usual_steps AS (SELECT "window", engine, median(step_ns - behind_ns) AS usual_ns FROM in_steps GROUP BY "window", engine),
+stalls AS (
+    SELECT s.*, u.usual_ns, s.behind_ns >= greatest($gap * u.usual_ns, 1) AS is_stall FROM in_steps s JOIN usual_steps u USING ("window", engine)
+),
+-- Each engine's waiting, and for whom it waits in stalls.
+held_up AS (
+    SELECT "window", engine, sum(step_ns) AS step_ns, any_value(usual_ns) AS usual_ns, count(*) FILTER (WHERE is_stall) AS stalls, count(DISTINCT step) FILTER (WHERE is_stall) AS steps, coalesce(sum(behind_ns) FILTER (WHERE is_stall), 0) AS stalled_ns,
+           avg(behind_ns) FILTER (WHERE behind_ns > 0) AS behind_ns, coalesce(avg(beside_ns), 0) AS beside_ns
+    FROM stalls GROUP BY "window", engine
 ),
 by_ranks AS (
-    SELECT list({win: "window", instance: instance, engine: engine, last_engine: last_engine, behind_ns: behind_ns, beside_ns: beside_ns, behind_steps: behind_steps,
-                 beside_steps: beside_steps, step_ns: step_ns, usual_ns: usual_ns} ORDER BY "window", engine, last_engine) AS by_ranks
-    FROM (
-        SELECT w."window", w.instance, w.engine, w.last_engine, coalesce(sum(behind_ns), 0) AS behind_ns, coalesce(sum(beside_ns), 0) AS beside_ns,
-               count(behind_ns) AS behind_steps, count(beside_ns) AS beside_steps, any_value(p.step_ns) AS step_ns, any_value(p.usual_ns) AS usual_ns
-        FROM waited w JOIN profiled p USING ("window", engine) GROUP BY w."window", w.instance, w.engine, w.last_engine
-    )
+    SELECT list({win: "window", instance: instance, engine: engine, step_ns: step_ns, usual_ns: usual_ns, stalls: stalls, steps: steps, stalled_ns: stalled_ns, behind_ns: behind_ns, beside_ns: beside_ns,
+                 caused: caused} ORDER BY "window", engine) AS by_ranks
+    FROM held_up h JOIN (
+        SELECT "window", engine, any_value(instance) AS instance, list({engine: last_engine, ns: ns} ORDER BY last_engine) FILTER (WHERE ns > 0) AS caused
+        FROM (SELECT w."window", w.engine, w.instance, w.last_engine, sum(w.behind_ns) FILTER (WHERE s.is_stall) AS ns
+              FROM waited w JOIN stalls s USING ("window", rank, step) GROUP BY w."window", w.engine, w.instance, w.last_engine)
+        GROUP BY "window", engine
+    ) USING ("window", engine)
 ),
 together AS (
     SELECT lane, any_value(instance) AS instance, bool_and(usable) AS usable, min(first_ns) AS first_ns, max(last_ns) AS last_ns,

@@ -70,9 +70,10 @@ def finding(hurt: Sequence[Row]) -> Finding:
         )
         for r in hurt[:6]
     ]
+    long_s = COUNTED_LONG_S if worst["counted_on"] else LONG_S
     evidence.append(
         Evidence(
-            f"{worst['long_waits']:,} of {worst['waits']:,} requests spent more than {LONG_S:g} s there, up to {worst['longest_s']:.3g} s; "
+            f"{worst['long_waits']:,} of {worst['waits']:,} requests spent more than {long_s:g} s there, up to {worst['longest_s']:.3g} s; "
             f"typically it is {usual(worst)}",
             {key: worst[key] for key in ("long_waits", "waits", "longest_s", "usual_wait_s")},
         )
@@ -121,8 +122,10 @@ def finding(hurt: Sequence[Row]) -> Finding:
     )
 
 
-#: Seconds before the engine's queue that are no mere hand-over; and the correlation from which the prompt's length matters.
-LONG_S, GROWS = 0.1, 0.3
+#: Seconds before the engine's queue that are no mere hand-over, by two clocks alone and where steps say what runs and waits.
+LONG_S, COUNTED_LONG_S = 0.1, 0.05
+#: The correlation from which the prompt's length matters.
+GROWS = 0.3
 
 #: Over how long means of vLLM's histograms are taken for an alert.
 MEANS = "[15m]"
@@ -144,7 +147,16 @@ RULE = Rule(
     missing="needs requests with TTFT, queue and prefill time by the engine (spans), best with steps that tell running and waiting",
     thresholds=(
         Threshold(
-            "long", LONG_S, "s", "Hand-over takes milliseconds; a step, which is booked apart, a tenth."
+            "long",
+            LONG_S,
+            "s",
+            "Hand-over takes milliseconds; a step, which nobody books apart without steps, a tenth.",
+        ),
+        Threshold(
+            "counted_long",
+            COUNTED_LONG_S,
+            "s",
+            "With steps what a step takes is booked apart, and so long after an arrival running and waiting are asked for it.",
         ),
         Threshold(
             "counted",

@@ -8,11 +8,14 @@ waits AS (
     FROM bill_lines l JOIN joined j ON j.rid = l.id WHERE l.component = 'frontend' GROUP BY ALL
 ),
 usual AS (SELECT median(s) AS usual_wait_s FROM waits),
+judged AS (
+    SELECT *, s >= (SELECT CASE WHEN count(*) > 0 THEN $counted_long ELSE $long END FROM hidden) AS is_long FROM waits
+),
 long AS (
-    SELECT count(*) FILTER (WHERE s >= $long) AS long_waits, sum(s) FILTER (WHERE s >= $long) AS long_s, max(s) AS longest_s,
-           corr(s, prompt_tokens) AS by_prompt, mode(instance) FILTER (WHERE s >= $long) AS instance,
-           count(DISTINCT instance) FILTER (WHERE s >= $long) AS instances, count(*) AS waits
-    FROM waits
+    SELECT count(*) FILTER (WHERE is_long) AS long_waits, sum(s) FILTER (WHERE is_long) AS long_s, max(s) AS longest_s,
+           corr(s, prompt_tokens) AS by_prompt, mode(instance) FILTER (WHERE is_long) AS instance,
+           count(DISTINCT instance) FILTER (WHERE is_long) AS instances, count(*) AS waits
+    FROM judged
 ),
 counted AS (
     SELECT sum(hidden_s) AS hidden_s, max(most_hidden) AS most_hidden, max(most_known) AS most_known, max(known_then) AS known_then,

@@ -29,7 +29,12 @@ NOT_SEEN = 0.05
 def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
     if not rows:
         return Decision("no-data", RULE.missing)
+    if rows[0]["unsized"]:
+        return Decision("no-data", "no request says how long its prompt is")
     rows = [row for row in rows if row["culprit"] is not None]
+    # Of a victim whose TTFT is not known the exposure test is of E2E.
+    with_ttft = {row["victim"] for row in rows if row["metric"] == "TTFT"}
+    rows = [{**row, "tested": "TTFT" if row["victim"] in with_ttft else "E2E"} for row in rows]
     if not rows:
         return Decision(
             "clear", f"no two classes with enough requests have prompts {limits['size_ratio']:g}x as long"
@@ -97,7 +102,9 @@ def by_statistics(row: Mapping[str, Any], limits: Mapping[str, float]) -> Findin
         culprit=Party("class", row["culprit"]),
         victims=(
             Party(
-                "class", row["victim"], {"metric": "TTFT", "requests": row["n"], "exposed": row["exposed"]}
+                "class",
+                row["victim"],
+                {"metric": row["tested"], "requests": row["n"], "exposed": row["exposed"]},
             ),
         ),
         share_of_tail=None,
@@ -219,7 +226,7 @@ def contradicted(row: Mapping[str, Any], limits: Mapping[str, float]) -> bool:
 def exposure(row: Mapping[str, Any]) -> Evidence:
     return Evidence(
         f"exposure test: {row['exposed']} requests with such a prefill within a fixed window after arrival had "
-        f"{row['difference_s']:+.3g} s TTFT, own load held equal (p = {row['p_value']:.2g})",
+        f"{row['difference_s']:+.3g} s {row['tested']}, own load held equal (p = {row['p_value']:.2g})",
         {"exposed": row["exposed"], "difference_s": row["difference_s"], "p_value": row["p_value"]},
     )
 
@@ -241,7 +248,7 @@ RULE = Rule(
         "every request that shares the step, or arrives while it runs, waits for it."
     ),
     needs=("class_rows",),
-    missing="needs requests of at least one class in number, with TTFT",
+    missing="needs requests of at least one class in number, with TTFT or at least E2E",
     thresholds=(
         Threshold(
             "size_ratio",

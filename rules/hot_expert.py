@@ -26,8 +26,6 @@ from ._tails import WAITING, Part, part_of, severity_by
 
 #: Layers and ranks that are named.
 NAMED = 5
-#: Standard errors on each side that hold 95 % (Student's t with the 60 degrees of freedom that a short profile has).
-DEVIATIONS = 2.0
 
 
 def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
@@ -54,40 +52,55 @@ def window_decision(window: Row, loads: Sequence[Row], limits: Mapping[str, floa
             f"that ranks differ in expert work costs {share:.1%} of the steps' time at most",
         )
     if not window["told_rounds"]:
-        return Decision(
-            "inconclusive",
-            f"ranks differ in expert work by {share:.0%} of the steps' time, but neither the dispatches nor a recording say "
-            "how many tokens each got",
-        )
-    if window["ns_per_token"] is None or not window["more_ns"] or window["more_ns"] <= 0:
+        return untold(window, limits["share"])
+    if window["ns_per_token"] is None or not window["unlike_ns"] or window["unlike_ns"] <= 0:
         return Decision(
             "inconclusive",
             f"ranks differ in expert work by {share:.0%} of the steps' time, but tokens vary too little to say whether they "
             "are why",
         )
-    low, middle, high = explained(window)
+    unlike, saved = window["unlike_ns"] / window["step_ns"], window["saved_ns"] / window["step_ns"]
+    if unlike < limits["share"]:
+        return Decision(
+            "clear",
+            f"what ranks differ by in tokens, or always, costs {unlike:.1%} of the steps' time: the rest is chance",
+        )
+    low, middle, high = (min(window[name], 1.0) for name in ("explained_low", "explained", "explained_high"))
     if high < limits["explains"]:
-        return Decision("clear", not_the_tokens(window, share, middle))
-    saved = (window["saved_ns"] or 0) / window["step_ns"]
+        return Decision("clear", not_the_tokens(window, unlike, middle))
     if low < limits["explains"]:
         return Decision(
             "inconclusive",
-            f"ranks differ in expert work by {share:.0%} of the steps' time; tokens explain between {max(low, 0):.0%} and "
-            f"{min(high, 1):.0%} of what the slowest takes more, which does not decide",
+            f"ranks differ in expert work by {unlike:.0%} of the steps' time; tokens explain between {max(low, 0):.0%} and "
+            f"{high:.0%} of that, which does not decide",
         )
+    most = window["most_saved_ns"] / window["step_ns"]
+    if most < limits["share"]:
+        return Decision("clear", f"even loads would save {most:.1%} of the steps' time at most")
     if saved < limits["share"]:
-        return Decision("clear", f"even loads would save {saved:.1%} of the steps' time at most")
+        return Decision(
+            "inconclusive",
+            f"even loads would save {saved:.1%} of the steps' time, or up to {most:.1%}: whether that is worth it tokens do not decide",
+        )
     load = next((one for one in loads if one["instance"] == window["instance"]), None)
     found = hot(window, load, saved, (low, middle, high))
     return Decision("found", found.title, (found,))
 
 
-def explained(window: Row) -> tuple[float, float, float]:
-    """Share of what the slowest rank of each pass takes beyond the mean that its tokens explain: estimate within 95 %."""
-    per_token, error = window["ns_per_token"], DEVIATIONS * window["ns_per_token_error"]
-    scale = window["more_tokens"] / window["more_ns"]
-    low, high = sorted(((per_token - error) * scale, (per_token + error) * scale))
-    return low, per_token * scale, high
+def untold(window: Row, least: float) -> Decision:
+    """Without tokens: whether ranks differ by more than chance, which is all that can be said."""
+    moving_ns = max(window["lost_ns"] - window["lasting_ns"], 0)
+    share = (window["lasting_ns"] + window["follows"] * moving_ns) / window["step_ns"]
+    if share < least:
+        return Decision(
+            "clear",
+            f"that ranks differ in expert work costs {share:.1%} of the steps' time, beside what is chance from pass to pass",
+        )
+    return Decision(
+        "inconclusive",
+        f"ranks differ in expert work by {share:.0%} of the steps' time, but neither the dispatches nor a recording say "
+        "how many tokens each got",
+    )
 
 
 def not_the_tokens(window: Row, share: float, middle: float) -> str:
@@ -112,7 +125,7 @@ def hot(window: Row, load: Row | None, saved: float, shares: tuple[float, float,
         ),
         Evidence(
             f"the busiest rank gets {ratio:.2f} x the mean tokens; that explains {shares[1]:.0%} "
-            f"({shares[0]:.0%} to {shares[2]:.0%}) of what the slowest takes longer",
+            f"({shares[0]:.0%} to {shares[2]:.0%}) of what ranks differ by",
             {
                 "max_over_mean": ratio,
                 "explained": shares[1],
@@ -164,6 +177,7 @@ def hot(window: Row, load: Row | None, saved: float, shares: tuple[float, float,
         confirm_by=RULE.confirm_by,
         claims=WAITING,
         explains=tail.explains if tail else {},
+        standing=saved,
     )
 
 
@@ -190,25 +204,24 @@ def ratio_of(window: Row) -> float:
 
 
 def per_token(window: Row, recorded: bool) -> Evidence:
-    each, error = window["ns_per_token"], window["ns_per_token_error"]
-    data = {"ns_per_token": each, "ns_per_token_error": error}
-    if recorded:
-        return Evidence(
-            f"expert work grows by {each / 1e6:.3g} ms (± {DEVIATIONS * error / 1e6:.2g}) with each even share of tokens, by the ranks "
-            "that are not the busiest",
-            data,
-        )
+    each, error = window["ns_per_token"], window["ns_per_token_margin"]
+    data = {"ns_per_token": each, "ns_per_token_margin": error}
     if window["bent"]:
         return Evidence(
-            f"the busiest's expert work grows by {each:.3g} ns (± {DEVIATIONS * error:.2g}) with each token, over time; that of the "
+            f"the busiest's expert work grows by {each:.3g} ns (± {error:.2g}) with each token, over time; that of the "
             f"others, which get fewer, by {window['others_ns_per_token']:.3g} ns: few tokens take as long as the weights do",
             {**data, "others_ns_per_token": window["others_ns_per_token"]},
         )
-    return Evidence(
-        f"expert work grows by {each:.3g} ns (± {DEVIATIONS * error:.2g}) with each token, by the other ranks and by the busiest over "
-        "time: not by how the busiest differs from the others, which a slow device would explain as well",
-        data,
+    grows, told_by = (
+        f"{each:.3g} ns (± {error:.2g}) with each token",
+        "as each rank's part of them changes from pass to pass",
     )
+    if recorded:
+        grows = f"{each / 1e6:.3g} ms (± {error / 1e6:.2g}) with each even share of tokens"
+    if not window["by_itself"]:
+        told_by = "by how ranks differ from layer to layer, or those that are not the busiest from each other"
+    text = f"expert work grows by {grows}, {told_by}: not by how the busiest differs from the others, which a slow device would explain as well"
+    return Evidence(text, data)
 
 
 def layer_evidence(place: Row) -> Evidence:

@@ -87,10 +87,14 @@ def stands_out(row: Row, limits: Mapping[str, float]) -> bool:
 
 def takes_more(row: Row, limits: Mapping[str, float]) -> bool:
     """Whether it is waited for more than its part of the load alone would make others wait: something that is scarce, in
-    bursts, or behind long prompts. Steps shared with whoever sends most are what a large tenant is."""
+    bursts, or behind long prompts. Steps shared with whoever sends most are what a large tenant is.
+
+    By token, so that a tenant that sends nearly all of it can still be waited for more than its part."""
     scarce = row["budget_s"] + row["slots_s"] + row["kv_s"]
-    tail = row["suspect_tail_s"] + (row["tenants"] - 1) * row["rest_tail_s"]
-    lift = part(part(row["suspect_tail_s"], tail), part(row["prefill_tokens"], row["all_prefill_tokens"]))
+    others_tokens = (row["all_prefill_tokens"] or 0) - (row["prefill_tokens"] or 0)
+    by_token = part(row["suspect_tail_s"], row["prefill_tokens"])
+    others_by_token = part((row["tenants"] - 1) * row["rest_tail_s"], others_tokens)
+    lift = by_token / max(others_by_token, 1e-12)
     return bool(
         scarce >= row["blamed_s"] / 2 or lift >= limits["lift"] or row["prompt_ratio"] >= limits["longer"]
     )
@@ -259,9 +263,9 @@ RULE = Rule(
         ),
         Threshold(
             "lift",
-            1.5,
+            2.0,
             "x",
-            "Who is waited for in proportion to what it sends is large, not noisy: steps are shared by all.",
+            "Who is waited for in proportion to what it sends is large, not noisy: by token it is the others' twice over.",
         ),
         Threshold("longer", 4, "x", "Prompts a few times as long are what others wait behind."),
         Threshold("level", 0.3, "0-1", "A third of all the time: there is no tail where everybody waits."),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 from scipy import stats
 
 from tailscope import outliers
@@ -27,7 +26,10 @@ def lane_decision(lane: Row, rows: Sequence[Row], limits: Mapping[str, float]) -
     if not left:
         return Decision("clear", f"{steps}, {' and '.join(others)}")
     named = [row for row in left if who_of(row) != UNKNOWN]
-    apart, test = those_apart(left, named, lane, limits)
+    aside = {row["round"] for row in named}
+    chance = limits["alone"] / lane["lanes"]
+    rounds, test = _pauses.those_apart(lane["tops"], aside, 1 + limits["times"], chance)
+    apart = [row for row in left if row["round"] in rounds]
     by_whom: dict[str, list[Row]] = {}
     for row in sorted([*named, *apart], key=lambda r: r["round"]):
         by_whom.setdefault(who_of(row), []).append(row)
@@ -85,20 +87,6 @@ def who_of(row: Row) -> str:
     if not beside:
         return UNKNOWN
     return " and ".join(sorted(_pauses.who_pauses(beside))) or "what its log tells of"
-
-
-def those_apart(
-    left: Sequence[Row], named: Sequence[Row], lane: Row, limits: Mapping[str, float]
-) -> tuple[list[Row], outliers.Outliers | None]:
-    """The long steps beside which nothing stands that lie apart from the tail of all others, with the test of that. Where
-    steps have a long tail of their own, its largest are no pauses."""
-    aside = {row["round"] for row in named}
-    tail = [top for top in lane["tops"] or () if top["round"] not in aside]
-    test = outliers.beyond_tail(np.array([top["times"] for top in tail], np.float64)) if tail else None
-    if test is None or test.p_value > limits["alone"]:
-        return [], test
-    apart = {top["round"] for top in tail[: test.count]}
-    return [row for row in left if row["round"] in apart and row["round"] not in aside], test
 
 
 def finding(
@@ -204,22 +192,12 @@ RULE = Rule(
     needs=("step_costs",),
     missing="needs steps of an engine",
     thresholds=(
-        Threshold(
-            "times", 2, "x the batch", "A step three times as long as its batch accounts for stood still."
-        ),
+        _pauses.TIMES,
         Threshold("most", 400, "steps", "The longest steps of an engine are those that anybody felt."),
-        Threshold(
-            "tail", 400, "steps", "So many of the longest show how the tail of ordinary steps goes on."
-        ),
         Threshold(
             "chance", 0.001, "", "Against a beat, or new shapes, by chance: what these rules decide by."
         ),
-        Threshold(
-            "alone",
-            0.01,
-            "",
-            "Against the largest of steps that have a long tail. Of 400 worlds with a tail as x^-1.2 to x^-2 it calls 3 % so.",
-        ),
+        _pauses.ALONE,
         Threshold("apart", 10, "steps", "What comes more often than that is a kind of batch, not a pause."),
         _tails.SHARE,
         _tails.SLOWDOWN,

@@ -6,13 +6,6 @@ WITH long_steps AS (
     WHERE usable AND tile_s > 0 AND beyond_s >= $times * (batch_s + ranks_s)
     QUALIFY row_number() OVER (PARTITION BY lane ORDER BY beyond_s DESC, round) <= $most
 ),
--- Steps as long as their batch allows for say how the tail of steps goes on.
-ranked AS (
-    SELECT lane, round, tile_s / (batch_s + ranks_s) AS times
-    FROM lead_steps WHERE usable AND tile_s > 0 AND batch_s + ranks_s > 0
-    QUALIFY row_number() OVER (PARTITION BY lane ORDER BY times DESC, round) <= $tail
-),
-tops AS (SELECT lane, list({round: round, times: times} ORDER BY times DESC, round) AS tops FROM ranked GROUP BY lane),
 firsts AS (
     SELECT lane, round, bool_or(nth = 1) AS is_first FROM step_shapes GROUP BY lane, round
 ),
@@ -62,13 +55,13 @@ hurt AS (FROM hurt_by('long_steps'))
 SELECT
     l.*, e.instance, e.engine, e.engines, o.* EXCLUDE (lane), h.hurt, t.tops, c.firsts, p.requests,
     coalesce(f.is_first, false) AS is_first, coalesce(b.is_compiled, false) AS is_compiled, b.deliberate,
-    (SELECT count(DISTINCT instance) FROM step_costs) AS instances,
+    (SELECT count(DISTINCT instance) FROM step_costs) AS instances, (SELECT count(*) FROM lanes) AS lanes,
     (SELECT count(*) FROM profiles) AS profiles,
     (SELECT list({klass: klass, metric: metric, excess_s: excess_s, p50_s: p50_s, slo_broken: slo_broken} ORDER BY klass, metric)
      FROM class_rows WHERE excess_s > 0) AS classes
 FROM lanes l JOIN leads e USING (lane)
 LEFT JOIN long_steps o USING (lane)
-LEFT JOIN tops t USING (lane)
+LEFT JOIN longest_steps t USING (lane)
 LEFT JOIN first_counts c USING (lane)
 LEFT JOIN firsts f ON f.lane = o.lane AND f.round = o.round
 LEFT JOIN beside b ON b.lane = o.lane AND b.round = o.round

@@ -139,9 +139,7 @@ RULE = Rule(
     needs=("step_costs",),
     missing="needs steps of an engine",
     thresholds=(
-        Threshold(
-            "times", 2, "x the batch", "A step three times as long as its batch accounts for stood still."
-        ),
+        _pauses.TIMES,
         Threshold("most", 400, "steps", "The longest steps of an engine are enough to show a beat."),
         Threshold(
             "chance", 0.001, "", "Against pauses at random, for all periods and sizes that were tried."

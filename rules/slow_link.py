@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -62,6 +63,9 @@ def window_decision(rows: Sequence[Row], limits: Mapping[str, float]) -> Decisio
             "inconclusive",
             f"profiles of {window['present']} of {window['world_size']} ranks: what looks like a transfer may be a wait for another",
         )
+    for oddest in map(odd_of, of_kind):
+        if oddest.matters(limits):
+            return Decision("inconclusive", unclear(oddest, limits))
     if undecided := unsure(window, limits["healthy"], "all links"):
         return undecided
     if not by_rank and window["by_ends"]:
@@ -72,23 +76,52 @@ def window_decision(rows: Sequence[Row], limits: Mapping[str, float]) -> Decisio
     return Decision("clear", "no transfer took longer than others of its size, and no rank leaves late")
 
 
-def of_ranks(rows: Sequence[Row], limits: Mapping[str, float]) -> Finding | None:
-    """One rank of a group that leaves its exchanges of a kind at another time than the others, step after step."""
+@dataclass(frozen=True)
+class Odd:
+    """Of a group's ranks the one that leaves its exchanges of a kind farthest from the others: after them (`late`) or before, so in
+    `same_way` of its steps, which has a `chance` of so much; what the steps are longer for it."""
+
+    row: Row
+    late: bool
+    same_way: int
+    chance: float
+    cost_ns: float
+    share: float
+
+    @property
+    def errors(self) -> float:
+        """How many times the clocks' error it is."""
+        return float(abs(self.row["exit_ns"]) / max(self.row["error_ns"], 1.0))
+
+    def matters(self, limits: Mapping[str, float]) -> bool:
+        """Whether that is no chance, and costs something, as far as the clocks tell."""
+        return (
+            self.chance < limits["chance"]
+            and self.same_way >= limits["always"] * self.row["steps_told"]
+            # Unless it surely costs less than is worth telling: so much of it is open as of how late it leaves.
+            and self.errors > 1
+            and self.share * (1 + 1 / self.errors) >= limits["share"]
+        )
+
+
+def odd_of(rows: Sequence[Row]) -> Odd:
     # Of two, one is as late as the other is early.
-    pair = len(rows) == 2
-    odd = max(rows, key=lambda r: r["exit_ns"] if pair else abs(r["exit_ns"]))
+    odd = max(rows, key=lambda r: r["exit_ns"] if len(rows) == 2 else abs(r["exit_ns"]))
     late = odd["exit_ns"] > 0
     same_way = odd["steps_late"] if late else odd["steps_told"] - odd["steps_late"]
     # It is the oddest of so many, one way or the other.
     chance = min(1.0, 2 * len(rows) * float(stats.binom.sf(same_way - 1, odd["steps_told"], 0.5)))
-    cost = (odd["left_late_ns"] or 0) if late else odd["others_late_ns"]
-    share = cost / odd["replayed_ns"] if odd["replayed_ns"] else 0.0
-    if (
-        abs(odd["exit_ns"]) <= limits["errors"] * odd["error_ns"]
-        or chance >= limits["chance"]
-        or share < limits["share"]
-        or same_way < limits["always"] * odd["steps_told"]
-    ):
+    cost = odd["saved_ns"] or 0
+    share = cost / odd["as_left_ns"] if odd["as_left_ns"] else 0.0
+    return Odd(odd, late, same_way, chance, cost, share)
+
+
+def of_ranks(rows: Sequence[Row], limits: Mapping[str, float]) -> Finding | None:
+    """One rank of a group that leaves its exchanges of a kind at another time than the others, step after step."""
+    oddest, pair = odd_of(rows), len(rows) == 2
+    odd, late, same_way, chance = oddest.row, oddest.late, oddest.same_way, oddest.chance
+    cost, share = oddest.cost_ns, oddest.share
+    if oddest.errors <= limits["errors"] or not oddest.matters(limits):
         return None
     rank, others = odd["rank"], [r["rank"] for r in rows if r["rank"] != odd["rank"]]
     if pair:
@@ -105,8 +138,8 @@ def of_ranks(rows: Sequence[Row], limits: Mapping[str, float]) -> Finding | None
             {"exit_ns": odd["exit_ns"], "steps": same_way, "steps_told": odd["steps_told"], "p": chance},
         ),
         Evidence(
-            f"that costs {cost / 1e6:.3g} ms of {odd['replayed_ns'] / 1e6:.4g} ms of steps ({share:.0%})",
-            {"cost_ns": cost, "replayed_ns": odd["replayed_ns"]},
+            f"that costs {cost / 1e6:.3g} ms of {odd['as_left_ns'] / 1e6:.4g} ms of steps ({share:.0%})",
+            {"cost_ns": cost, "as_left_ns": odd["as_left_ns"]},
         ),
     ]
     counter = []
@@ -127,11 +160,24 @@ def of_ranks(rows: Sequence[Row], limits: Mapping[str, float]) -> Finding | None
     )
 
 
+def unclear(oddest: Odd, limits: Mapping[str, float]) -> str:
+    """That clocks are not known well enough to say whose link it is."""
+    return (
+        f"rank {oddest.row['rank']} leaves the {oddest.row['rank_kind']}s {'after' if oddest.late else 'before'} the others by "
+        f"{abs(oddest.row['exit_ns']) / 1e6:.3g} ms, which may cost {oddest.share:.0%} of the steps' time; two clocks together are known to "
+        f"{oddest.row['error_ns'] / 1e6:.3g} ms, and a link needs {limits['errors']:g} times that"
+    )
+
+
 def of_group(row: Row, limits: Mapping[str, float]) -> Finding | None:
     """A group whose transfers take longer than they do at other times, or than those of groups beside it."""
     ranks = ", ".join(str(r) for r in row["members"][:8])
-    if row["slow_ns"] and row["slow_steps"] >= limits["times"]:
-        cost, often = row["slow_ns"], "at times"
+    if (
+        row["slow_ns"]
+        and row["slow_steps"] >= limits["times"]
+        and row["slow_ns"] >= limits["most"] * row["slowest_ns"]
+    ):
+        cost, often = row["together_ns"], "at times"
         text = (
             f"{row['slow_rounds']} of {row['rounds']} transfers, in {row['slow_steps']} of {row['steps']} steps, took longer than "
             f"others of their kind and size: a {row['kind']} {row['slow_transfer_ns'] / 1e6:.3g} ms instead of {row['usual_ns'] / 1e6:.3g} ms"
@@ -145,13 +191,13 @@ def of_group(row: Row, limits: Mapping[str, float]) -> Finding | None:
     else:
         return None
     share = cost / row["replayed_ns"]
-    in_them = share * row["steps"] / row["slow_steps"] if often == "at times" else share
+    in_them = share * row["steps"] / row["together_steps"] if often == "at times" else share
     if share < limits["share"] and in_them < limits["felt"]:
         return None
     evidence = [
         Evidence(text, {"cost_ns": cost}),
         Evidence(
-            f"that is {cost / 1e6:.3g} ms of {row['replayed_ns'] / 1e6:.4g} ms of steps ({share:.0%})",
+            f"that is {'with all other groups ' if cost != row['slow_ns'] and often == 'at times' else ''}{cost / 1e6:.3g} ms of {row['replayed_ns'] / 1e6:.4g} ms of steps ({share:.0%})",
             {"cost_ns": cost, "replayed_ns": row["replayed_ns"]},
         ),
         Evidence("a transfer is the shortest stay of all ranks: no wait for a late rank is in it"),
@@ -192,6 +238,7 @@ def finding(
         remedies=RULE.remedies,
         confirm_by=RULE.confirm_by,
         explains=tail.explains if tail else {},
+        standing=share,
     )
 
 
@@ -224,6 +271,12 @@ RULE = Rule(
             0.15,
             "0-1",
             "Steps that are a seventh longer are felt by the tail, though there be few of them.",
+        ),
+        Threshold(
+            "most",
+            0.5,
+            "x",
+            "Of groups that are slow at times those are named that are so by half as much as the slowest.",
         ),
         Threshold("slower", 1.5, "x", "Groups on other links of one machine were seen to differ by a fifth."),
     ),

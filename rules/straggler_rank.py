@@ -240,7 +240,7 @@ def persistent(
                 f"its own work between collectives takes {slower:.2f} x the others'", {"slowdown": slower}
             ),
         )
-    return finding(late, "persistent", where(late["phases"]), severity, tail, evidence, counter, cause)
+    return finding(late, "persistent", where(late["phases"]), severity, tail, evidence, counter, cause, share)
 
 
 def not_one(rows: Sequence[Row], share: float, chance: float, limits: Mapping[str, float]) -> Finding:
@@ -317,7 +317,7 @@ def passing(rows: Sequence[Row], late: Row, tail: Part | None) -> Finding:
         late["outlier_phase"], [late["outlier_layer"]] if late["outlier_layer"] is not None else []
     )
     cause, why = cause_of(late)
-    return finding(late, "transient", place, severity, tail, [*evidence, *why], [], cause)
+    return finding(late, "transient", place, severity, tail, [*evidence, *why], [], cause, share)
 
 
 def finding(
@@ -329,6 +329,7 @@ def finding(
     evidence: list[Evidence],
     counter: list[Evidence],
     cause: str,
+    share: float,
 ) -> Finding:
     waiting = late["waits"] or []
     counter += unprofiled(late)
@@ -362,18 +363,20 @@ def finding(
         window_ns=(late["first_ns"], late["last_ns"]),
         evidence=tuple(evidence),
         counter_evidence=tuple(counter),
-        remedies=remedies(cause, severity),
+        remedies=remedies(cause, severity, late["phases"]),
         confirm_by=RULE.confirm_by,
         claims=WAITING,
         explains=tail.explains if tail else {},
+        standing=share,
     )
 
 
-def remedies(cause: str, severity: Severity) -> tuple[Remedy, ...]:
+def remedies(cause: str, severity: Severity, phases: Sequence[Row] | None) -> tuple[Remedy, ...]:
     """Those that fit: balancing only where a rank had more to do, nothing invasive for what is low."""
-    look, bind, balance, replace = RULE.remedies
+    look, bind, balance, spread, replace = RULE.remedies
+    of_experts = not phases or phases[0]["phase"] == "expert"
     fitting = {
-        "load": (balance,),
+        "load": (balance if of_experts else spread,),
         "host": (bind, look),
         "compute and load": (look, bind, balance, replace),
     }.get(cause, (look, bind, replace))
@@ -447,6 +450,12 @@ RULE = Rule(
             "--enable-eplb --eplb-config '{\"num_redundant_experts\": 32}'",
             "vLLM with expert parallelism",
             "memory for the copies, and a pause each time they move",
+        ),
+        Remedy(
+            "Where its engine gets more to prefill than others: spread prompts over the engines by their tokens",
+            "a router that knows the DP ranks' load, or --data-parallel-hybrid-lb / --data-parallel-external-lb with one",
+            "vLLM V1",
+            "a router to configure",
         ),
         Remedy(
             "Take the device or host out and start the rank elsewhere",

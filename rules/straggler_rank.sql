@@ -47,11 +47,26 @@ leads AS (
     FROM (FROM by_step WHERE own_ns > 0 QUALIFY row_number() OVER (PARTITION BY "window", at_step ORDER BY own_ns DESC, rank) = 1)
     GROUP BY "window", rank
 ),
--- Steps in which a rank loses much, in one place where the others do not.
+-- Tokens of a rank's own batches and of the others', and whether its engine has more to prefill than they have.
+batches AS (
+    SELECT *, (sum(tokens) OVER together - tokens) / nullif(count(*) OVER together - 1, 0) AS others_tokens,
+           coalesce(prefill_tokens * (count(*) OVER together - 1) > sum(prefill_tokens) OVER together - prefill_tokens, false) AS is_loaded
+    FROM (
+        SELECT r."window", r.at_step, r.rank, any_value(i.tokens) AS tokens, any_value(i.prefill_tokens) AS prefill_tokens
+        FROM (SELECT DISTINCT "window", at_step, rank, step FROM rounds WHERE step IS NOT NULL) r
+        JOIN rank_windows w ON w."window" = r."window" AND w.rank = r.rank AND w.used
+        JOIN (SELECT source, rank, iteration, prefill_tokens, coalesce(prefill_tokens, 0) + coalesce(decode_tokens, 0) AS tokens FROM iterations
+              WHERE rank IS NOT NULL AND prefill_tokens IS NOT NULL) i
+          ON i.source = w.source AND i.rank = r.rank AND i.iteration = r.step
+        GROUP BY r."window", r.at_step, r.rank
+    ) WINDOW together AS (PARTITION BY "window", at_step)
+),
+-- Steps in which a rank loses much, in one place where the others do not, and not for its engine's prefill.
 lost AS (
     SELECT s.*, CASE WHEN s.phase NOT IN ('other', 'idle') THEN s.layer END AS place
-    FROM by_step s JOIN lengths USING ("window")
+    FROM by_step s JOIN lengths USING ("window") LEFT JOIN batches b ON b."window" = s."window" AND b.at_step = s.at_step AND b.rank = s.rank
     WHERE s.own_ns >= $outlier * usual_ns AND s.top_work_ns >= $slower * s.top_others_ns
+      AND (s.phase = 'expert' OR b.is_loaded IS NOT TRUE)
 ),
 places AS (
     SELECT "window", rank, phase, place AS layer, count(*) AS outlier_steps, list(at_step ORDER BY at_step)[:20] AS steps_out,
@@ -116,24 +131,16 @@ late_loads AS (
     WHERE l.others_tokens IS NOT NULL
     GROUP BY d."window", d.rank
 ),
--- Tokens of a rank's own batches, and of the others', in the steps in which it led.
-batches AS (
-    SELECT r."window", r.at_step, r.rank, any_value(i.tokens) AS tokens
-    FROM (SELECT DISTINCT "window", at_step, rank, step FROM rounds WHERE step IS NOT NULL) r
-    JOIN rank_windows w ON w."window" = r."window" AND w.rank = r.rank AND w.used
-    JOIN (SELECT source, rank, iteration, coalesce(prefill_tokens, 0) + coalesce(decode_tokens, 0) AS tokens FROM iterations
-          WHERE rank IS NOT NULL AND prefill_tokens IS NOT NULL) i
-      ON i.source = w.source AND i.rank = r.rank AND i.iteration = r.step
-    GROUP BY r."window", r.at_step, r.rank
-),
 late_batches AS (
     SELECT b."window", b.rank, sum(m.tokens) AS batch_tokens, sum(m.others_tokens) AS others_batch_tokens
-    FROM by_step b JOIN worst USING ("window", rank)
-    JOIN (
-        SELECT *, (sum(tokens) OVER together - tokens) / nullif(count(*) OVER together - 1, 0) AS others_tokens
-        FROM batches WINDOW together AS (PARTITION BY "window", at_step)
-    ) m ON m."window" = b."window" AND m.at_step = b.at_step AND m.rank = b.rank
+    FROM by_step b JOIN worst USING ("window", rank) JOIN batches m USING ("window", at_step, rank)
     WHERE b.own_ns > 0 AND m.others_tokens IS NOT NULL GROUP BY b."window", b.rank
+),
+-- What the worst rank's lateness costs in the steps in which its engine had no more to prefill than the others.
+unloaded AS (
+    SELECT m."window", m.rank, count(*) AS unloaded_steps, sum(s.step_ns) AS unloaded_step_ns, coalesce(sum(b.own_ns), 0) AS unloaded_ns
+    FROM batches m JOIN worst USING ("window", rank) JOIN spans s USING ("window", at_step) LEFT JOIN by_step b USING ("window", at_step, rank)
+    WHERE NOT m.is_loaded GROUP BY m."window", m.rank
 ),
 -- Token gaps in the profiled steps, and what they would be without the rank's lateness.
 gaps_without AS (
@@ -143,7 +150,7 @@ gaps_without AS (
 ),
 tail AS (SELECT * EXCLUDE (component) FROM component_tails WHERE component = 'straggler_wait')
 SELECT w.*, l.rank, l.* EXCLUDE ("window", rank), coalesce(c.own_ns, 0) AS own_ns, y.own_by_step, a.replayed_ns, a.no_skew_ns,
-       e.batch_tokens, e.others_batch_tokens, h.gaps, coalesce(x.lost_steps, 0) AS lost_steps, x.steps_lost, x.lost_ns, x.lost_work_ns, x.lost_others_ns, CASE WHEN g.has_steps THEN 'steps' ELSE 'blocks of eight collectives' END AS unit, n.steps, n.step_ns, n.usual_ns, coalesce(d.lead_steps, 0) AS lead_steps,
+       e.batch_tokens, e.others_batch_tokens, u.unloaded_steps, u.unloaded_step_ns, u.unloaded_ns, h.gaps, coalesce(x.lost_steps, 0) AS lost_steps, x.steps_lost, x.lost_ns, x.lost_work_ns, x.lost_others_ns, CASE WHEN g.has_steps THEN 'steps' ELSE 'blocks of eight collectives' END AS unit, n.steps, n.step_ns, n.usual_ns, coalesce(d.lead_steps, 0) AS lead_steps,
        o.outlier_steps, o.steps_out, o.phase AS outlier_phase, o.layer AS outlier_layer, o.outlier_ns, o.outlier_work_ns, o.outlier_others_ns,
        p.phases, v.waits, t.tokens, t.others_tokens,
        f.*
@@ -161,6 +168,7 @@ LEFT JOIN own c ON c."window" = w."window" AND c.rank = l.rank
 LEFT JOIN series y ON y."window" = w."window" AND y.rank = l.rank
 LEFT JOIN replayed a ON a."window" = w."window"
 LEFT JOIN late_batches e ON e."window" = w."window" AND e.rank = l.rank
+LEFT JOIN unloaded u ON u."window" = w."window" AND u.rank = l.rank
 LEFT JOIN gaps_without h ON h."window" = w."window" AND h.rank = l.rank
 LEFT JOIN tail f ON true
 ORDER BY w."window", l.rank

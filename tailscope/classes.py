@@ -12,11 +12,12 @@ from scipy.stats import binom
 
 from tailscope import stats
 from tailscope.config import Slo
+from tailscope.ledger.half_timed import COLUMNS, TIMED, known
 from tailscope.ledger.histogram import ALL
 from tailscope.ledger.tails import MIN_REQUESTS
 from tailscope.model import ClassRow
 from tailscope.stats import Floats, Ints
-from tailscope.store import Trace
+from tailscope.store import Trace, floats
 
 Entry = dict[str, Any]
 #: Metric -> (quantile, limit in s).
@@ -41,8 +42,8 @@ CELL_LIFT, CELL_SHARE, CELL_SLOW = 3.0, 0.2, 5
 #: Longest over median prompt from which pools are better split, and from which they are two services.
 SPLIT, TWO_SERVICES = 10, 50
 
-#: Requests whose latency is known.
-_KNOWN = "billed AND ttft_ns >= 0 AND e2e_ns >= ttft_ns"
+#: Requests whose latency is known, or one of TTFT and E2E where no more is.
+_KNOWN = f"(({TIMED}) OR rid IN (SELECT rid FROM half_timed))"
 _FAILED = "status IN ('error', 'timeout', 'rejected', 'aborted')"
 
 
@@ -75,12 +76,12 @@ def class_times(trace: Trace, names: Sequence[str], slos: Sequence[Slo]) -> list
     """
     result = []
     for name in list(names)[:MOST_CLASSES]:
-        for metric, column in (("TTFT", "ttft_ns"), ("E2E", "e2e_ns")):
+        for metric, column in COLUMNS.items():
             of = {"klass": name}
             [about] = trace.rows(
                 f"SELECT count(*) AS n, min(arrival_ns) AS first_ns, max(arrival_ns) AS last_ns, "
                 f"quantile_cont({column}, 0.95) AS p95, quantile_cont({column}, 0.9) AS p90 "
-                f"FROM joined WHERE {_KNOWN} AND klass = $klass",
+                f"FROM joined WHERE {known(metric)} AND klass = $klass",
                 of,
             )
             if about["n"] < 2 * MIN_REQUESTS:
@@ -93,7 +94,7 @@ def class_times(trace: Trace, names: Sequence[str], slos: Sequence[Slo]) -> list
             bins = trace.rows(
                 f"SELECT (arrival_ns // $width) * $width AS start_ns, count(*) AS n, median({column}) / 1e9 AS p50_s, "
                 f"count(*) FILTER (WHERE {column} > $limit) AS above "
-                f"FROM joined WHERE {_KNOWN} AND klass = $klass GROUP BY ALL ORDER BY 1",
+                f"FROM joined WHERE {known(metric)} AND klass = $klass GROUP BY ALL ORDER BY 1",
                 {**of, "width": width_ns, "limit": limit_ns},
             )
             if len(bins) < 3:
@@ -141,7 +142,7 @@ def shapes(trace: Trace, klass: str | None) -> list[Entry]:
         f"""
         WITH limits AS (SELECT klass, quantile_cont(ttft_ns, 0.95) AS ttft FROM joined WHERE {_KNOWN} GROUP BY klass)
         SELECT floor(log2(greatest(prompt_tokens, 1)))::INT * 64 + floor(log2(greatest(output_tokens, 1)))::INT AS slot,
-               arrival_ns, ttft_ns, e2e_ns, ttft_ns > limits.ttft AS slow
+               arrival_ns, ttft_ns, e2e_ns, coalesce(ttft_ns > limits.ttft, false) AS slow
         FROM joined JOIN limits USING (klass)
         WHERE {_KNOWN} AND prompt_tokens IS NOT NULL AND output_tokens IS NOT NULL AND ($klass IS NULL OR klass = $klass)
         """,
@@ -176,10 +177,12 @@ def shapes(trace: Trace, klass: str | None) -> list[Entry]:
 
 def _latencies(columns: dict[str, Any], chosen: NDArray[np.intp]) -> Entry:
     times = np.asarray(columns["arrival_ns"], np.int64)[chosen]
-    return {
-        metric: quantiles(np.asarray(columns[column], np.float64)[chosen] / 1e9, times)
-        for metric, column in (("ttft", "ttft_ns"), ("e2e", "e2e_ns"))
-    }
+    found = {}
+    for metric, column in COLUMNS.items():
+        values = floats(columns[column])[chosen] / 1e9
+        known = np.isfinite(values)
+        found[metric.lower()] = quantiles(values[known], times[known])
+    return found
 
 
 def quantiles(values: Floats, times_ns: Ints) -> Entry:

@@ -15,11 +15,12 @@ from tailscope.cli_alerts import alerts
 from tailscope.errors import BadInput, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from rich.console import Console
 
     from tailscope.align import Scope
+    from tailscope.compare.untested import Untested
     from tailscope.config import Config
     from tailscope.ingest import Outcome
     from tailscope.model import Diagnosis
@@ -222,7 +223,7 @@ def compare(
         str | None,
         typer.Option(
             "--fail-on-regression",
-            help="Exit with 3 when a quantile is called slower by so much or more, e.g. 5%.",
+            help="Exit with 3 when a quantile is called slower by so much or more, e.g. 5%; with 4 when none could be tested.",
             metavar="PERCENT",
         ),
     ] = None,
@@ -260,6 +261,23 @@ def compare(
         render.comparison_text(compared, _console())
     if size is not None and regressions:
         raise typer.Exit(3)
+    if size is not None and compared.untested:
+        _say_untested(compared.untested, compared.tested)
+        if not compared.tested:
+            raise typer.Exit(4)
+
+
+def _say_untested(entries: Sequence[Untested], tested: bool) -> None:
+    """On stderr, so that a gate's log says what a status of 0 is no all-clear for."""
+    from tailscope.compare.untested import told
+    from tailscope.safe import printable
+
+    print(
+        "tailscope: " + ("not tested for regressions:" if tested else "nothing was tested for regressions:"),
+        file=sys.stderr,
+    )
+    for line in told(entries):
+        print(f"  {printable(line, 400)}", file=sys.stderr)
 
 
 @app.command()

@@ -9,11 +9,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from tailscope import registry, trust
+from tailscope import felt, registry, trust
 from tailscope.align import Scope, align
 from tailscope.classes import class_tables
 from tailscope.config import Config
 from tailscope.errors import UsageError
+from tailscope.ledger import half_timed
 from tailscope.ledger.bills import Ledger, write_bills
 from tailscope.ledger.class_work import write_class_work
 from tailscope.ledger.contrast import write_contrast
@@ -33,7 +34,17 @@ from tailscope.ledger.tails import MIN_REQUESTS
 from tailscope.ledger.tenants import write_tenants
 from tailscope.ledger.upstream import write_upstream
 from tailscope.ledger.what_if import write_what_if
-from tailscope.model import Check, ClassRow, Decision, Diagnosis, Finding, Rule, Verdict, VerdictStatus
+from tailscope.model import (
+    SEVERITIES,
+    Check,
+    ClassRow,
+    Decision,
+    Diagnosis,
+    Finding,
+    Rule,
+    Verdict,
+    VerdictStatus,
+)
 from tailscope.ranks.compared import write_ranks
 from tailscope.ranks.experts import write_expert_loads
 from tailscope.ranks.transfers import VERDICTS
@@ -99,6 +110,8 @@ def diagnose(trace: Trace, config: Config, scope: Scope | None = None) -> Diagno
         checks.append(Check(rule.name, decision.status, decision.reason))
         findings += decision.findings
     findings.sort(key=_worst_first)
+    # Among those made low by that, what causes a tail stays before what only adds to it.
+    findings = sorted(felt.weigh(trace, findings, (*classes, *ledger.clients)), key=_severity)
     explained = _explained(trace, findings, classes, ledger.clients)
     return Diagnosis(
         trace=_about(trace) | class_tables(trace, classes, config.slos, (scope or Scope()).klass),
@@ -123,8 +136,11 @@ def judge(trace: Trace, rule: Rule, sql: str) -> Decision:
 
 
 def _worst_first(finding: Finding) -> tuple[bool, int, float, str]:
-    severity = ("high", "medium", "low").index(finding.severity)
-    return finding.status != "found", severity, -(finding.share_of_tail or 0.0), finding.rule
+    return *_severity(finding), -(finding.share_of_tail or 0.0), finding.rule
+
+
+def _severity(finding: Finding) -> tuple[bool, int]:
+    return finding.status != "found", SEVERITIES.index(finding.severity)
 
 
 def _register_class_rows(trace: Trace, classes: Sequence[ClassRow]) -> None:
@@ -219,6 +235,7 @@ def _verdict(
             "inconclusive",
             None,
         )
+    timed, lacking = half_timed.what_is_missing(trace)
     with_tail = [row for row in classes if row.tail_n]
     found = [f for f in findings if f.status == "found"]
     if found:
@@ -243,6 +260,8 @@ def _verdict(
         largest, in_the_dark = _largest_component(with_tail)
         if in_the_dark:
             text = f"No rule found a cause in {size:,} requests.{largest}{_longest_steps(trace, ledger)}"
+            if timed and lacking:
+                text += f" {lacking}: that would say more."
             return Verdict(text, "inconclusive", None)
         if len(undecided) == len(checks):
             return Verdict(f"No rule could decide on {size:,} requests.{largest}", "inconclusive", None)
@@ -263,12 +282,12 @@ def _verdict(
             None,
         )
     if n:
-        return Verdict(
-            f"{n} request{'s' * (n != 1)}, {failed} failed: too few of any class to say what its tail is "
-            f"({MIN_REQUESTS} are needed).",
-            "inconclusive",
-            None,
+        text = (
+            f"too few of any class to say what its tail is ({MIN_REQUESTS} are needed)"
+            if timed or not lacking
+            else f"{lacking[0].lower()}{lacking[1:]}, so nothing can be said of latency"
         )
+        return Verdict(f"{n:,} request{'s' * (n != 1)}, {failed:,} failed: {text}.", "inconclusive", None)
     if trace.has("requests"):
         if not trace.rows("SELECT 1 FROM requests WHERE instant(arrival_ns) IS NOT NULL LIMIT 1"):
             text = (
@@ -393,6 +412,9 @@ def _rank_windows(trace: Trace) -> list[dict[str, Any]]:
 def _missing(trace: Trace) -> list[str]:
     """What more telemetry would decide, most useful first."""
     missing = []
+    _, lacking = half_timed.what_is_missing(trace)
+    if lacking:
+        missing.append(f"{lacking}: {half_timed.WHERE_FROM}")
     if not trace.count("joined"):
         missing.append(
             "requests: OpenTelemetry spans (vllm serve --otlp-traces-endpoint) would say who was slow, and when"

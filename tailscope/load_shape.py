@@ -1,10 +1,11 @@
-"""Whether requests wait for answers before they are sent: signs of a closed loop, or of a limit on requests in flight, in
-arrivals and departures. Pure functions."""
+"""Whether requests wait for answers before they are sent (a closed loop: Schroeder, Wierman, Harchol-Balter 2006), or a limit
+on requests in flight holds them: signs of it in arrivals and departures. Pure functions."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 
@@ -31,15 +32,22 @@ SURE, NOTABLE = 4.0, 0.15
 #: Slots needed for that, and how many times the variance of a Poisson count theirs has at most: what holds arrivals up
 #: evens them out, and after a burst has passed many are in flight and few come too.
 LEAST_SLOTS, EVEN = 100, 1.3
+#: From this share of the time at its limit on a load is called closed.
+CLOSED = 0.5
+#: By how many arrivals latencies are moved to see how many would come if nobody waited for them; and of how many arrivals.
+MOVED, MOST_MOVED = 20, 20_000
+#: How many standard deviations of that fewer come while much is in flight, and at most which share of it.
+FEWER_SURE, FEWER = 4.0, 0.8
 
 
 @dataclass(frozen=True)
 class Loop:
-    """What arrivals have to do with departures.
+    """What arrivals have to do with departures. `kind`: "unknown" for too few of them.
 
     `capped`: share of the time in parts in which each arrival follows a departure, by `turnaround_s` (median), with at most
     `limit` in flight. `held`: by what share of its mean the rate of arrivals falls when one standard deviation more is in
-    flight, 0 where that is not sure.
+    flight, `fewer`: what share of arrivals is missing while more than usual is in flight; both 0 where that is not sure.
+    `mean_in_flight` and the `most` at once.
     """
 
     n: int
@@ -47,28 +55,49 @@ class Loop:
     limit: int
     turnaround_s: float
     held: float
+    fewer: float
     mean_in_flight: float
+    most: int
+
+    @property
+    def kind(self) -> Literal["open", "closed", "unknown"]:
+        if self.n < LEAST:
+            return "unknown"
+        return "closed" if self.capped >= CLOSED or self.held or self.fewer else "open"
 
 
-def loop_of(arrivals_ns: Ints, ends_ns: Ints) -> Loop | None:
-    """Signs of a loop in requests that were sent at `arrivals_ns` and answered at `ends_ns`. None for too few.
+def loop_of(arrivals_ns: Ints, ends_ns: Floats | Ints) -> Loop:
+    """Signs of a loop in requests that were sent at `arrivals_ns` and answered at `ends_ns`, NaN where that is not known.
 
     With at most U in flight the (U+k)-th request is sent after the k-th answer. Where clients wait for answers it follows by
     a time that hardly varies, while without them the two know nothing of each other and their distance varies more than
     the gaps between arrivals. Users who think between answer and request show otherwise: the more of them wait, the fewer
     requests come. Arrivals of a slot of time are regressed on what is in flight at its start and on the arrivals of
-    the slots before, since a burst that has passed leaves many in flight and few arriving too.
+    the slots before, since a burst that has passed leaves many in flight and few arriving too. That sees many users; few are
+    seen by that nobody asks while their own answer runs, which is held against the same arrivals with one another's latencies.
     """
+    known = np.isfinite(ends_ns)
+    arrivals_ns = arrivals_ns[known]
     n = len(arrivals_ns)
-    if n < LEAST:
-        return None
+    if not n:
+        return Loop(0, 0.0, 0, 0.0, 0.0, 0.0, 0.0, 0)
+    order = np.argsort(arrivals_ns, kind="stable")
     origin = int(arrivals_ns.min())
-    arrivals, ends = (np.sort(instants - origin) / 1e9 for instants in (arrivals_ns, ends_ns))
+    # A float knows today's instants to a hundred nanoseconds: nobody leaves before they came.
+    ended = np.maximum(ends_ns[known].astype(np.int64), arrivals_ns)
+    lasted = (ended - arrivals_ns)[order] / 1e9
+    arrivals, ends = (arrivals_ns[order] - origin) / 1e9, np.sort(ended - origin) / 1e9
     # In flight just before each arrival.
     before = np.arange(n) - np.searchsorted(ends, arrivals, side="left")
+    length = float(max(arrivals[-1], ends[-1]))
+    mean = float(lasted.sum() / length) if length else 0.0
+    # Who is sent at the instant of an answer takes its place.
+    most = int((np.arange(n) - np.searchsorted(ends, arrivals, side="right")).max()) + 1
+    if n < LEAST:
+        return Loop(n, 0.0, 0, 0.0, 0.0, 0.0, mean, most)
     edges = np.linspace(0, n, min(MOST_PARTS, max(1, n // PART)) + 1).astype(int)
     capped, of, limits, turnarounds = 0.0, 0.0, [], []
-    lasting = float(ends.sum() - arrivals.sum()) / n
+    lasting = float(lasted.mean())
     for first, beyond in pairwise(edges.tolist()):
         span = float(arrivals[beyond - 1] - arrivals[first])
         of += span
@@ -77,14 +106,15 @@ def loop_of(arrivals_ns: Ints, ends_ns: Ints) -> Loop | None:
             capped += span
             limits.append(found[0])
             turnarounds.append(found[1])
-    length = float(max(arrivals[-1], ends[-1]))
     return Loop(
         n,
         capped / of if of else 0.0,
         int(np.median(limits)) if limits else 0,
         float(np.median(turnarounds)) if turnarounds else 0.0,
         _held(arrivals, ends),
-        float((ends - arrivals).sum() / length) if length else 0.0,
+        _fewer(arrivals[:MOST_MOVED], lasted[:MOST_MOVED]),
+        mean,
+        most,
     )
 
 
@@ -146,3 +176,39 @@ def _held(arrivals: Floats, ends: Floats) -> float:
     error = float(np.sqrt(max((inverse @ (scaled.T @ scaled) @ inverse)[1, 1], 0.0)))
     effect = float(-slope[1] * flying.std() / kept.mean()) if kept.mean() > 0 else 0.0
     return effect if error > 0 and -slope[1] > SURE * error and effect >= NOTABLE else 0.0
+
+
+def _fewer(arrivals: Floats, lasted: Floats) -> float:
+    """What share of arrivals is missing in the half of the time in which more is in flight, 0 where not sure.
+
+    Who does not wait for an answer comes as often whatever latency the ones before happened to have: the same arrivals with
+    latencies of others near them say how many would come, be they even or in bursts.
+    """
+    own, ratio = _while_many(arrivals, lasted)
+    moves = [move for move in range(-MOVED, MOVED + 1) if move]
+    moved = np.array([_while_many(arrivals, np.roll(lasted, move)) for move in moves])
+    # Chance alone moves a count by its own deviation; those of moved latencies have it in common.
+    sure = own < moved[:, 0].mean() - FEWER_SURE * max(float(moved[:, 0].std()), 0.5)
+    usual = float(np.median(moved[:, 1]))
+    return 1 - ratio / usual if sure and ratio < FEWER * usual else 0.0
+
+
+def _while_many(arrivals: Floats, lasted: Floats) -> tuple[float, float]:
+    """How many more arrive in the half of the time with more in flight than its length makes, in standard deviations, and
+    their rate there over that of the rest (strangers see time averages: Wolff 1982)."""
+    ends = np.sort(arrivals + lasted)
+    ends = ends[: np.searchsorted(ends, arrivals[-1], side="right")]
+    times = np.concatenate([arrivals, ends])
+    change = np.repeat([1, -1], [len(arrivals), len(ends)])
+    order = np.argsort(times, kind="stable")
+    level, lasts = np.cumsum(change[order])[:-1], np.diff(times[order])
+    # An arrival ends the state it came in.
+    arrives = change[order][1:] > 0
+    by_level = np.bincount(np.maximum(level, 0), weights=lasts)
+    many = level > int(np.searchsorted(np.cumsum(by_level), by_level.sum() / 2))
+    n, there = int(arrives.sum()), int((arrives & many).sum())
+    share = float(lasts[many].sum()) / max(float(lasts.sum()), 1e-12)
+    if not 0 < share < 1 or not n:
+        return 0.0, 1.0
+    rate = (there / share) / max((n - there) / (1 - share), 1e-9)
+    return (there - share * n) / float(np.sqrt(n * share * (1 - share))), rate

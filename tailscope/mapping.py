@@ -28,7 +28,7 @@ NUMBERS = (
     "priority",
     "engine",
 )
-TEXTS = ("id", "trace_id", "tenant", "class", "model", "adapter", "status", "instance")
+TEXTS = ("id", "trace_id", "tenant", "class", "model", "adapter", "status", "instance", "path")
 KEYS = INSTANTS + DURATIONS + NUMBERS + TEXTS
 
 #: Unix times of telemetry lie between these, in seconds: from 2000 to 2103.
@@ -103,6 +103,8 @@ def parse(raw: Keys[str, Any], path: str = "mapping") -> Mapping:
     if not isinstance(columns, dict) or not columns:
         raise UsageError("[columns] is missing: it says which column is what")
     fields = {key: _field(key, value) for key, value in columns.items()}
+    if "path" in fields and "id" not in fields:
+        raise UsageError("columns.path: needs columns.id, the X-Request-Id that the engine's id is made of")
     if "arrival" not in fields and not {"finished", "e2e"} <= fields.keys():
         raise UsageError("[columns] must have arrival, or both finished and e2e, from which it follows")
     instance = _text(raw, "instance")

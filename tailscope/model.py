@@ -167,6 +167,8 @@ class Finding:
     explains: Mapping[str, float] = field(default_factory=dict)
     #: The time it explains, where other rules may explain the same: they are not added up. Not shown.
     claims: str = ""
+    #: Share of all of the steps' time that it costs, whether or not a tail shows it: capacity, not a wait. Not shown.
+    standing: float = 0.0
 
 
 @dataclass(frozen=True)

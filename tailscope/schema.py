@@ -236,6 +236,13 @@ SCHEDULE = Table(
             "tokens", INT, "tokens", "Tokens given to the request in each step; 0 for a running one left out."
         ),
         Column("computed_before", INT, "tokens", "Tokens computed before the run's first step."),
+        Column(
+            "fetch_ns",
+            INT,
+            "ns",
+            "When it had begun to wait, before the run, for KV cache from elsewhere; NULL where it had not.",
+        ),
+        Column("fetched_ns", INT, "ns", "When the scheduler knew that this cache was there."),
     ),
     sort=("instance", "engine", "iteration_first"),
     time="first_end_ns",

@@ -32,6 +32,7 @@ def schema_of(columns: Mapping[str, pa.DataType]) -> pa.Schema:
 
 
 _OF_ANNOTATION: Mapping[str, pa.DataType] = {
+    "bool": pa.bool_(),
     "str": pa.string(),
     "int": pa.int64(),
     "float": pa.float64(),

@@ -7,6 +7,7 @@ from math import isfinite
 from typing import Any
 
 from tailscope.ledger.bills import Ledger
+from tailscope.ledger.half_timed import TIMED
 from tailscope.ledger.histogram import CONCEPTS, quantile_ranges
 from tailscope.model import ClassRow, Trust, TrustStatus
 from tailscope.store import Trace
@@ -297,21 +298,27 @@ def _rejects(trace: Trace) -> Trust | None:
     )[0]
     if not rows["rows"]:
         return None
-    unusable = trace.rows(
-        "SELECT (SELECT count(*) FROM requests WHERE instant(arrival_ns) IS NULL) + "
-        "(SELECT count(*) FROM joined WHERE billed AND NOT coalesce(ttft_ns >= 0 AND e2e_ns >= ttft_ns, false)) AS n"
-    )[0]["n"]
-    if rows["rejected"] or rows["conflicting"] or unusable:
+    [counts] = trace.rows(
+        "SELECT (SELECT count(*) FROM requests WHERE instant(arrival_ns) IS NULL) AS nowhere, "
+        "count(*) FILTER (WHERE ttft_ns < 0 OR e2e_ns < 0 OR ttft_ns > e2e_ns) AS untrue, "
+        "count(*) FILTER (WHERE ttft_ns IS NULL) AS no_ttft, count(*) FILTER (WHERE e2e_ns IS NULL) AS no_end, "
+        f"count(*) FILTER (WHERE NOT (coalesce({TIMED}, false) OR rid IN (SELECT rid FROM half_timed))) AS lost FROM joined WHERE billed"
+    )
+    told = {
+        "no arrival that can be true": counts["nowhere"],
+        "times that cannot be true": counts["untrue"],
+        "no TTFT": counts["no_ttft"],
+        "no end": counts["no_end"],
+    }
+    if rows["rejected"] or rows["conflicting"] or any(told.values()):
         parts = (
             [f"{rows['rejected']:,} records of {rows['files']} file(s) could not be used"]
             if rows["rejected"]
             else []
         )
         parts += [f"{rows['conflicting']:,} rows share a key but differ"] if rows["conflicting"] else []
-        parts += (
-            [f"{unusable:,} requests lack an arrival, a TTFT or an end that can be true"] if unusable else []
-        )
-        lost = (rows["rejected"] or 0) + unusable
+        parts += [f"{count:,} requests have {what}" for what, count in told.items() if count]
+        lost = (rows["rejected"] or 0) + counts["nowhere"] + counts["lost"]
         return Trust(
             "input-quality", "warn" if lost < 0.1 * (rows["rows"] + lost) else "fail", "; ".join(parts)
         )

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from tailscope.load_shape import Loop, loop_of
+from tailscope.load_shape import CLOSED, Loop, loop_of
 from tailscope.model import Trust, TrustStatus
 from tailscope.store import Trace
 
-#: From this share of the time at its limit on a load is called closed, and from the other a limit shows at times.
-CLOSED, AT_TIMES = 0.5, 0.05
+#: From this share of the time at its limit on a limit shows at times.
+AT_TIMES = 0.05
 #: By what factor a quantile from the intended instant lies above the one from sending: worth a warning, and misleading.
 OMITTED_WARN, OMITTED_FAIL = 1.05, 1.5
 #: Requests of one kind that are looked at: a load shows itself in fewer.
@@ -62,7 +62,7 @@ def _loops(trace: Trace) -> list[tuple[str, Loop]]:
             {"view": group["view"], "name": group["name"], "most": MOST_REQUESTS},
         ).fetchnumpy()
         loop = loop_of(np.asarray(columns["arrival_ns"], np.int64), np.asarray(columns["end_ns"], np.int64))
-        if loop is not None:
+        if loop.kind != "unknown":
             found.append((group["view"], loop))
     return found
 
@@ -89,7 +89,7 @@ _OPEN = "vllm bench serve --request-rate without --max-concurrency, or any clien
 def _closed_loop(loops: list[tuple[str, Loop]]) -> list[Trust]:
     if not loops:
         return []
-    view, worst = max(loops, key=lambda entry: (entry[1].capped, entry[1].held))
+    view, worst = max(loops, key=lambda entry: (entry[1].kind == "closed", entry[1].capped, entry[1].held))
     meaning = (
         "When the service stalls such a load sends less, so the p99 is lower than that of users who come whenever they like. "
         f"For those measure with an open load: {_OPEN}"
@@ -107,6 +107,12 @@ def _closed_loop(loops: list[tuple[str, Loop]]) -> list[Trust]:
         text = (
             f"fewer requests come while more are in flight: their rate falls by {worst.held:.0%} with one standard deviation more "
             f"than the mean of {worst.mean_in_flight:.3g}, as of users that wait for answers. {meaning}"
+        )
+        return [Trust("closed-loop", "warn", text)]
+    if worst.fewer:
+        text = (
+            f"while more than usual is in flight {worst.fewer:.0%} of the requests are missing that would come if they did not wait for "
+            f"answers (mean {worst.mean_in_flight:.3g} in flight). {meaning}"
         )
         return [Trust("closed-loop", "warn", text)]
     n = sum(loop.n for _, loop in loops)

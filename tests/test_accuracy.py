@@ -31,6 +31,8 @@ def world(**changes: Any) -> dict[str, Any]:
         "kind": "fault",
         "labels": {"hol-coupling": "class:<8k|<32k"},
         "cost": {"hol-coupling": 0.5},
+        "cost_p95": {"hol-coupling": 0.01},
+        "tail_cost": {"hol-coupling": 0.5},
         "suspects": {},
         "verdict": "found",
         "findings": [finding()],
@@ -80,10 +82,16 @@ def test_outcomes(changes: dict[str, Any], expected: str) -> None:
 def test_false_alarms() -> None:
     assert score.false_alarms(world()) == []
     assert score.false_alarms(world(findings=[finding(rule="straggler-rank", culprit="rank:1")]))
-    nothing = world(cost={"hol-coupling": 0.01})
+    nothing = world(cost={"hol-coupling": 0.01}, tail_cost={"hol-coupling": 0.1})
     assert score.false_alarms(nothing), "much is made of what costs nothing"
     assert not score.false_alarms({**nothing, "findings": [finding(severity="low")]})
-    decoy = world(kind="decoy", labels={}, cost={})
+    assert not score.false_alarms({**nothing, "cost_p95": {"hol-coupling": 0.3}}), (
+        "too few for a p99 have a p95"
+    )
+    assert not score.false_alarms({**nothing, "tail_cost": {"hol-coupling": 0.3}}), (
+        "few requests are hit, hard"
+    )
+    decoy = world(kind="decoy", labels={}, cost={}, tail_cost={})
     assert score.false_alarms(decoy)
     assert not score.false_alarms({**decoy, "suspects": {"hol-coupling": 0.3}}), "it is right after all"
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent / "accuracy"))
 import bars
 import rank_page
 import rank_score
-from rank_families import FAMILIES, OFFSETS_MS, Labelled, count, replayed_s
+from rank_families import FAMILIES, OFFSETS_MS, Labelled, count, replayed
 from rank_play import play
 
 from tailscope.sim.engine import simulate
@@ -32,6 +32,7 @@ def world(**changes: Any) -> dict[str, Any]:
         "right": {"straggler-rank": ["rank:3"]},
         "tolerated": {"hot-expert": None},
         "lateness_s": 100e-6,
+        "cost": 0.06,
         "clocks": 2,
         "bound_ns": [10_000.0, 10_000.0],
         "off_ns": [5_000.0, -5_000.0],
@@ -82,6 +83,14 @@ def test_only_who_makes_others_wait_beyond_the_clocks_error_must_be_found() -> N
     assert not rank_score.decidable(world(lateness_s=49e-6))
     assert not rank_score.decidable(world(bound_ns=[10_000.0, 30_000.0])), "the worst clock counts"
     assert not rank_score.decidable(world(bound_ns=[10_000.0])), "one clock is not known at all"
+
+
+def test_a_fault_that_costs_less_than_rules_tell_of_need_not_be_found() -> None:
+    cheap = world(cost=rank_score.WORTH - 0.001, findings=[])
+    assert not rank_score.decidable(cheap)
+    assert rank_score.decidable(world(cost=rank_score.WORTH, findings=[])), "whatever was said of it"
+    (row, _) = rank_score.rows([{**w, "offset_ms": 0.0} for w in (cheap, world(cost=0.01), world())])
+    assert (row["decidable"], row["decided"], row["cheap"], row["cheap_decided"]) == (1, 1, 2, 1)
 
 
 def test_bars_count_what_they_say() -> None:
@@ -155,7 +164,7 @@ def test_a_fault_makes_somebody_late(family: Any) -> None:
         made: Labelled = family.world(0.0, seed)
         (ranks,) = simulate(made.scenario).worlds.values()
         assert 20 <= len(ranks.starts) <= 200
-        late.append(replayed_s(ranks, made) if made.healthy else 1.0)
+        late.append(replayed(ranks, made)[0] if made.healthy else 1.0)
     assert np.median(late) > 50e-6
 
 

@@ -15,8 +15,8 @@ import pytest
 from tailscope.align import Scope
 from tailscope.config import Config
 from tailscope.engine import prepare
-from tailscope.ledger.left_out import MIN_STEPS
 from tailscope.ledger.prompt_cache import bad_blocks
+from tailscope.ledger.unserved import MIN_STEPS
 from tailscope.sim.engine import simulate
 from tailscope.sim.outcome import Outcome
 from tailscope.sim.scenario import Engine, Fault, Load, Scenario, Sizes, Telemetry
@@ -194,3 +194,18 @@ def test_blocks_in_which_prompts_are_no_longer_found() -> None:
     assert judged([0.9] * 5 + [0.0] + [0.9] * 14) == [5]
     assert judged([0.0, 0.3] + [0.95] * 18) == [], "a cache that fills has lost nothing"
     assert sum(bool(judged([0.5] * 20)) for _ in range(100)) <= 2
+
+
+def test_a_cache_that_still_fills_has_lost_nothing() -> None:
+    """Prompts drawn from some dozens of beginnings: each has to be computed once, and chance makes the share that is found
+    rise unevenly."""
+    block = np.repeat(np.arange(18), 40)
+    called = 0
+    for seed in range(200):
+        drawn = np.random.default_rng(seed).integers(80, size=len(block))
+        found = np.ones(len(block), bool)
+        found[np.unique(drawn, return_index=True)[1]] = False
+        called += bool(bad_blocks(found, block)[1].any())
+        found[400:480] = False
+        assert bad_blocks(found, block)[1].tolist() == [10 <= b < 12 for b in range(18)]
+    assert called <= 2

@@ -22,11 +22,11 @@ import pairs
 
 from tailscope.align import Scope
 from tailscope.compare.blocks import Blocks, Values, changes, sample
-from tailscope.compare.loop import loop_of
 from tailscope.compare.pair import Comparison, compare
 from tailscope.compare.read import Side, read
 from tailscope.compare.sweep import sweep
 from tailscope.config import Config, Slo
+from tailscope.load_shape import loop_of
 from tailscope.render.compare import comparison_json, schema, sweep_json
 from tailscope.schema import BY_NAME
 from tailscope.store import Trace
@@ -46,6 +46,7 @@ def requests(
     seconds: int = 400,
     failed: float = 0.0,
     prompt: int = 200,
+    streamed: bool = True,
 ) -> Path:
     """A trace of a client's requests: short ones and long ones, each with a latency of its own that knows no load."""
     rng = np.random.default_rng(seed)
@@ -60,7 +61,7 @@ def requests(
         "request_key": [f"{seed}-{i}" for i in range(n)],
         "observer": ["client"] * n,
         "arrival_ns": arrival,
-        "ttft_ns": (ttft * 1e9).astype(np.int64),
+        "ttft_ns": pa.array((ttft * 1e9).astype(np.int64), mask=np.full(n, not streamed)),
         "e2e_ns": (e2e * 1e9).astype(np.int64),
         "finished_ns": arrival + (e2e * 1e9).astype(np.int64),
         "prompt_tokens": np.where(long, 20_000, prompt),
@@ -150,10 +151,10 @@ def test_loops() -> None:
     arrival = np.sort(rng.integers(0, 300 * S, 1500))
     lasts: Floats = rng.exponential(2.0, 1500) * 1e9
     assert loop_of(arrival, arrival + lasts).kind == "open"
-    # Eight users, each asks again as soon as it is answered; with thinking, after a while.
-    for think_s in (0.0, 2.0):
+    # Each user asks again as soon as it is answered; with thinking, after a while.
+    for users, think_s in ((8, 0.0), (3, 0.5)):
         starts, ends = [], []
-        for _ in range(8):
+        for _ in range(users):
             now = float(rng.uniform(0, 2))
             while now < 300:
                 starts.append(now)
@@ -165,7 +166,7 @@ def test_loops() -> None:
         end: Floats = np.array(ends, np.float64)[order] * 1e9
         found = loop_of(begin.astype(np.int64), end)
         assert found.kind == "closed", think_s
-        assert found.most <= 8
+        assert found.most <= users
     regular = np.arange(500, dtype=np.int64) * S
     lasts = 0.4e9 * rng.lognormal(0, 0.3, 500)
     assert loop_of(regular, np.asarray(regular + lasts, np.float64)).kind != "closed"
@@ -304,6 +305,31 @@ def test_the_command_and_its_exit_status(tmp_path: Path) -> None:
     document = json.loads(shown.stdout)
     jsonschema.validate(document, schema())
     assert document["verdict"]["status"] == "regressed" and document["verdict"]["regressions"] >= 1
+    assert document["verdict"]["tested"]
+
+
+def test_what_was_not_tested_is_no_all_clear(tmp_path: Path) -> None:
+    before = requests(tmp_path / "a", 1, long_share=0.0)
+    # A metric of which one trace knows nothing.
+    found = compared(before, requests(tmp_path / "b", 2, long_share=0.0, streamed=False))
+    missing = {(u.metric, u.quantile): u.reason for u in found.untested}
+    assert missing["TTFT", None] == missing["TPOT", None] == "not-after"
+    assert missing["ITL", None] == "not-measured"
+    assert {c.metric for c in found.changes if c.interval} == {"E2E"}
+    done = tailscope("compare", before, tmp_path / "b", "--fail-on-regression", "5%")
+    assert done.returncode == 0
+    assert "not tested for regressions:" in done.stderr
+    assert "no values after: <512 TTFT, TPOT" in " ".join(done.stderr.split())
+    # Too little of everything: there is nothing that a status of 0 could stand for.
+    few = requests(tmp_path / "few", 3, seconds=2)
+    done = tailscope("compare", few, few, "--fail-on-regression", "5%")
+    assert done.returncode == 4 and "nothing was tested for regressions:" in done.stderr
+    assert "not tested" in done.stdout and "no difference shown" not in done.stdout
+    assert tailscope("compare", few, few).returncode == 0
+    document = json.loads(tailscope("compare", few, few, "--format", "json").stdout)
+    jsonschema.validate(document, schema())
+    assert document["verdict"]["tested"] is False
+    assert {u["reason"] for u in document["untested"]} >= {"too-few-samples"}
 
 
 @pytest.mark.parametrize(
@@ -355,4 +381,4 @@ def test_who_is_refused_at_once_is_in_flight_for_no_time() -> None:
     """A float knows today's instants to a hundred nanoseconds: no end comes before its start."""
     arrival = np.sort(np.random.default_rng(1).integers(0, 100 * S, 300)) + worlds.START_NS
     found = loop_of(arrival, arrival.astype(np.float64))
-    assert found.kind != "closed" and found.in_flight < 1e-3
+    assert found.kind != "closed" and found.mean_in_flight < 1e-3

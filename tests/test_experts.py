@@ -77,10 +77,11 @@ def test_a_rank_with_more_tokens_is_named(tmp_path: Path) -> None:
     assert [v.id for v in found.victims] != []
     assert "2" not in [v.id for v in found.victims]
     data = {k: v for e in found.evidence for k, v in e.data.items()}
-    assert data["ns_per_token"] == pytest.approx(800, abs=2 * data["ns_per_token_error"])
-    assert data["ns_per_token_error"] < 200
+    assert data["ns_per_token"] == pytest.approx(800, abs=data["ns_per_token_margin"])
+    assert data["ns_per_token_margin"] < 400
     assert data["max_over_mean"] == pytest.approx(2.4 / 1.35, rel=0.05)
-    assert data["explained_low"] <= 1 <= data["explained_high"]
+    assert data["explained_low"] > 0.5
+    assert 0.9 < data["explained"] <= data["explained_high"] <= 1
     # Even tokens would take (max - mean) x 0.8 us away in each layer and step.
     expected = HOT.steps * HOT.layers * 4_000 * (2.4 / 5.4 - 1 / 4) * 800
     assert data["saved_ns"] == pytest.approx(expected, rel=0.25)
@@ -172,28 +173,25 @@ def test_dummy_batches_do_not_count(tmp_path: Path) -> None:
 
 
 def test_a_recording_stands_for_tokens_that_profiles_lack(tmp_path: Path) -> None:
-    world = (
-        replace(HOT, tells_tokens=False, shares=BY_LAYER, instance="w")
-        if False
-        else replace(HOT, tells_tokens=False, shares=BY_LAYER, steps=20)
-    )
     rng = np.random.default_rng(1)
-    shares = np.array(BY_LAYER[0])
     slots = np.tile(np.arange(8), (4, 1))
-    parts = [
-        loads(rng.poisson(np.repeat(shares, 2, axis=1) * 50, (30, 4, 8)), slots=slots, rank=rank)
-        for rank in range(4)
-    ]
-    status, reason, findings = decided(tmp_path, world, expert_load=pa.concat_tables(parts))
-    # The ranks that are not the busiest got alike: what tokens cost they do not say.
+
+    def recorded(shares: Floats) -> pa.Table:
+        parts = (rng.poisson(np.repeat(shares, 2, axis=1) * 50, (30, 4, 8)) for _ in range(4))
+        return pa.concat_tables([loads(part, slots=slots, rank=rank) for rank, part in enumerate(parts)])
+
+    skewed_alike = np.repeat(np.array(SKEWED), 4, axis=0)
+    world = replace(HOT, tells_tokens=False, shares=(SKEWED,), steps=20)
+    status, reason, findings = decided(tmp_path, world, expert_load=recorded(skewed_alike))
+    # One rank is the busiest in all layers, and the others got alike: what tokens cost they do not say.
     assert (status, findings) == ("inconclusive", []), reason
+    world = replace(world, shares=BY_LAYER)
+    status, _, [found] = decided(tmp_path / "a", world, expert_load=recorded(np.array(BY_LAYER[0])))
+    # Each rank takes longer in the layer in which it got more, which no slow device would.
+    assert (status, found.basis) == ("found", "inferred")
     shares = np.array([[4.0, 3, 2, 1], [1, 2, 3, 4], [2, 4, 1, 3], [3, 1, 4, 2]])
     world = replace(world, shares=(tuple(map(tuple, shares.tolist())),))
-    parts = [
-        loads(rng.poisson(np.repeat(shares, 2, axis=1) * 50, (30, 4, 8)), slots=slots, rank=rank)
-        for rank in range(4)
-    ]
-    status, _, [found] = decided(tmp_path / "b", world, expert_load=pa.concat_tables(parts))
+    status, _, [found] = decided(tmp_path / "b", world, expert_load=recorded(shares))
     assert status == "found"
     assert found.basis == "inferred"
     assert any("recording at another time" in e.text for e in found.counter_evidence)
@@ -331,9 +329,7 @@ def test_the_stated_error_of_the_slope_holds(views: Trace) -> None:
             work, tokens, _ = family.world(seed)
             _, row = judged(views, work, tokens)
             if not row["bent"]:
-                covered.append(
-                    abs(row["ns_per_token"] - family.per_token_ns) <= 2 * row["ns_per_token_error"]
-                )
+                covered.append(abs(row["ns_per_token"] - family.per_token_ns) <= row["ns_per_token_margin"])
     assert np.mean(covered) >= 0.93 - 0.05  # two standard errors of 100 worlds
 
 

@@ -97,6 +97,7 @@ def worlds(draw: st.DrawFn) -> Tables:
                 decode_tokens=decode and decode * make.choice([1, 1, 4]),
                 running=make.choice([None, 0, 3, 40]),
                 waiting=make.choice([None, 0, 7]),
+                deferred=make.choice([None, 0, 2]),
                 kv_usage=make.choice([None, 0.0, 0.5, 0.95, 1.0, float("nan"), float("inf"), -1.0]),
                 time_error_ns=make.choice([None, None, None, 500 * MS]),
             )
@@ -127,12 +128,29 @@ def worlds(draw: st.DrawFn) -> Tables:
             cached_tokens=make.choice([None, 0, 10, 10**6]),
             output_tokens=make.choice([None, 0, 1, 2, 50, 3000]),
             preemptions=make.choice([None, 0, 0, 1, 3, 100]),
+            kv_transfer_ns=make.choice([None, None, 0, 30 * MS, 10**15]),
         )
         requests.append(row)
         if make.random() < 0.5:
             steps_ns = make.choices([0, 1, 10 * MS, 10 * MS, 100 * MS, 3 * S, -5 * MS], k=make.randrange(30))
             tokens += chunks(row, np.cumsum([arrival, *steps_ns]).tolist(), make.choice([1, 4]))
-    return {"requests": requests, "iterations": steps, "tokens": tokens}
+    # Another instance that may have done the prefill of some, at any time.
+    requests += [
+        {**row, "instance": "p", "request_key": f"p{i}", "output_tokens": 1, "max_tokens": 1}
+        for i, row in enumerate(requests)
+        if make.random() < 0.2
+    ]
+    schedule = [
+        {
+            "instance": "a", "engine": 0, "request_id": f"r{make.randrange(30)}", "stay": i, "phase": "prefill", "tokens": 9,
+            "iteration_first": i, "iteration_last": i, "computed_before": 0,
+            "fetch_ns": START_NS + make.randrange(-S, 12 * S), "fetched_ns": START_NS + make.randrange(-S, 12 * S),
+        }
+        for i in range(draw(st.sampled_from([0, 0, 30])))
+    ]  # fmt: skip
+    return {"requests": requests, "iterations": steps, "tokens": tokens} | (
+        {"schedule": schedule} if schedule else {}
+    )
 
 
 _SUMS = """
@@ -831,7 +849,7 @@ def test_two_look_ups_give_the_busy_time_between(gaps: list[tuple[int, int]], as
     bounds = np.cumsum(np.array(gaps).ravel())
     start, end = bounds[0::2], bounds[1::2]
     zero = np.zeros(len(start))
-    steps = Steps(START_NS + start, START_NS + end, *([zero] * 14))
+    steps = Steps(START_NS + start, START_NS + end, *([zero] * 17))
     busy = np.concatenate([[0], np.cumsum(end - start)])
     low, high = sorted(asked)
 

@@ -54,6 +54,28 @@ def test_the_largest_of_a_long_tail_are_not_apart() -> None:
     assert alarms <= 12
 
 
+def test_where_a_tail_of_few_values_ends_is_no_gap_between_kinds() -> None:
+    rng = np.random.default_rng(4)
+    alarms = []
+    for _ in range(200):
+        values = steps(rng, float(rng.uniform(0.002, 0.01)), float(rng.uniform(2.0, 3.0)))
+        found, unasked = outliers.beyond_tail(values, 3.0), outliers.beyond_tail(values)
+        assert found is not None
+        assert unasked is not None
+        assert np.sort(values)[-found.count] >= 3 or not found.count
+        alarms.append((found.p_value <= 0.01, unasked.p_value <= 0.01))
+    # 14 of 1,000 are; without asking for values that are large themselves, one of ten.
+    called, unasked_called = np.sum(alarms, axis=0)
+    assert called <= 8
+    assert unasked_called > called
+
+
+def test_none_is_an_outlier_that_is_not_large() -> None:
+    found = outliers.beyond_tail(np.append(np.geomspace(1, 1.1, 100), 2.0), 3.0)
+    assert found is not None
+    assert (found.count, found.p_value) == (0, 1.0)
+
+
 def test_a_power_law_is_called_as_often_as_said() -> None:
     rng = np.random.default_rng(3)
     p_values = [outliers.beyond_tail(1 + rng.pareto(1.5, 300)) for _ in range(400)]

@@ -54,6 +54,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "profiles": {"instance": "a"},
     "rank_clocks": {"window": 0, "error_ns": 1000.0, "together": True, "basis": "ends of collectives"},
     "step_replays": {"window": 0},
+    "link_costs": {"window": 0},
     "rank_windows": {
         "window": 0, "world": "w", "world_size": 2, "missing": 0, "used": True, "collectives": 32, "unmatched": 0,
         "first_ns": 100, "last_ns": 900,
@@ -66,7 +67,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "rank_rounds": {
         "window": 0, "group": "", "complete": True, "kind": "all_reduce", "phase": "combine", "error_ns": 1000.0, "is_last": False,
-        "is_shortest": False, "caused_ns": 0, "own_ns": 0, "wait_ns": 0, "transfer_ns": 1_000_000, "slow_ns": 0, "exit_ns": 0, "left_late_ns": 0, "size": 96,
+        "is_shortest": False, "caused_ns": 0, "own_ns": 0, "wait_ns": 0, "transfer_ns": 1_000_000, "slow_ns": 0, "exit_ns": 0, "size": 96,
         "end_ns": 11_000_000,
     },
     "expert_work": {"window": 0, "group": "", "layer": 0, "recorded": False},

@@ -118,6 +118,21 @@ def test_in_an_exchange_each_leaves_when_it_has_its_own() -> None:
     assert np.allclose(told.begin[:, 0, 1], told.leave[:, 0, 0]), "none waits for the others to leave"
 
 
+def test_rows_add_up_to_what_experts_work_on() -> None:
+    load = np.array([[0.9, 1.3, 1.1, 0.7]])
+    tokens = np.array([1, 1, 1, 2])
+    alone, exact = (
+        RankWorld(scenario(**EXCHANGE, exact_rows=exact, **EXACT), "a", 0, 3).transfers.exchanged(
+            tokens, load
+        )
+        for exact in (False, True)
+    )
+    expected = tokens.sum() * 2 * load[0] / 4
+    assert np.abs(alone.sum(axis=-2)[0] - expected).max() > 0.5, "each sender's rows are rounded alone"
+    assert np.abs(exact.sum(axis=-2)[0] - expected).max() <= 0.5
+    assert (exact >= 0).all()
+
+
 @pytest.mark.parametrize(
     ("fault", "late"),
     [

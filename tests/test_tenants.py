@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +127,22 @@ def test_hostile_names_stay_names(diagnosed: Any) -> None:
     loads = (CHAT, Load("bulk", arrivals="regular", rate=0.1, tenant=hostile, prompt_tokens=Sizes(12_000)))
     _, diagnosis = diagnosed(world(*loads))
     assert named(diagnosis, "noisy-tenant") == [hostile]
+
+
+def test_who_asked_to_be_served_after_others_blames_none_of_them_for_slots(diagnosed: Any) -> None:
+    few = Engine(kv_blocks=20_000, max_num_seqs=8, policy="priority")
+    holds = Load("holds", rate=1.0, tenant="holds", prompt_tokens=Sizes(200), output_tokens=Sizes(800))
+    waits = Load("waits", rate=2.0, tenant="waits", prompt_tokens=Sizes(200), output_tokens=Sizes(10))
+    asked = {}
+    for priority in (0, 5):
+        trace, diagnosis = diagnosed(world(holds, replace(waits, priority=priority), engine=few))
+        asked[priority] = trace.rows(
+            "SELECT sum(slots) AS s FROM tenant_blame WHERE culprit = 'holds' AND metric = 'TTFT'"
+        )[0]["s"]
+        long = trace.rows("SELECT count(*) AS n FROM held_up WHERE holder = 'long answers' AND ns > 0")[0][
+            "n"
+        ]
+        assert (named(diagnosis, "noisy-tenant"), bool(long)) == (
+            (["holds"], True) if not priority else ([], False)
+        )
+    assert asked[0] > 0 and not asked[5]

@@ -35,6 +35,40 @@ def test_a_slow_time_is_slow_though_all_rounds_of_a_size_were_in_it() -> None:
     assert usual[inside] == pytest.approx(transfer[inside] / 5, rel=0.3)
 
 
+def test_a_slow_time_is_slow_though_most_rounds_of_a_size_were_in_it() -> None:
+    size, transfer = rounds((65_536, 30, 20), (65_536, 150, 60), (65_536, 30, 10))
+    usual, beyond = usual_of(size, transfer)
+    assert np.flatnonzero(beyond).tolist() == list(range(20, 80))
+    assert usual == pytest.approx(30e3, rel=0.05)
+
+
+def test_a_few_rounds_before_a_slow_time_tell_where_other_sizes_take_as_long() -> None:
+    beside = [(n, 30, 30) for n in (40_000, 50_000, 80_000, 100_000)]
+    size, transfer = rounds(*beside, (65_536, 30, 6), (65_536, 150, 60), *beside)
+    _, beyond = usual_of(size, transfer)
+    assert np.flatnonzero(beyond).tolist() == list(range(126, 186))
+    alone, transfer = rounds((65_536, 30, 6), (65_536, 150, 60))
+    assert not np.any(usual_of(alone, transfer)[1]), "without them the few may be the odd ones"
+
+
+def test_two_kinds_of_one_size_are_not_a_slow_time() -> None:
+    """One short and three long ones, over and over: nothing became slow."""
+    size, transfer = rounds(*[(65_536, 30, 1), (65_536, 150, 3)] * 20)
+    _, beyond = usual_of(size, transfer)
+    assert not np.any(beyond)
+
+
+def test_a_size_that_only_a_slow_time_has_is_slow_as_those_before_it() -> None:
+    """Right before it others are slow; right after it the slow time is over."""
+    sizes = [10_000, 14_000, 20_000, 28_000, 40_000]
+    parts = [(n, 20 + n / 1e4, 24) for n in sizes]
+    slow = [(20_000, 5 * 22, 16), (52_000, 5 * 25.2, 8)]
+    size, transfer = rounds(*parts, *slow, (52_000, 25.2, 4), *parts)
+    _, beyond = usual_of(size, transfer)
+    where = np.arange(len(size))
+    assert np.flatnonzero(beyond).tolist() == where[120:144].tolist()
+
+
 @pytest.mark.parametrize(
     "parts",
     [

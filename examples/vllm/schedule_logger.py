@@ -22,6 +22,8 @@ Lines: first what the engine is, then a step each.
            2 computing again after a preemption; tokens 0: running, and left out though it could have gone on
     x      requests no longer in the step; the rest go on as in the step before
     p      requests preempted while the batch was made
+    r      [[request, since, until]] requests in `s` that had to wait for KV cache from elsewhere first, monotonic ns: from the
+           making of a batch that began to fetch it to the step's result with which the scheduler knew that it was there
     c      requests and tokens of prefill, of decode, of computing again
     q, kv  running, waiting, deferred requests and share of the KV cache in use, after the step
     b      what kept the head of the queue out: budget, slots, kv (by the free blocks), other
@@ -38,6 +40,7 @@ import queue
 import threading
 import time
 from collections import deque
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +53,8 @@ WAITING = 1_000
 KEYFRAME = 1_000
 #: The writer flushes when it has nothing more to write, or after so many lines.
 FLUSH = 200
+#: So many waiting requests are looked at for KV cache on its way; no more fit the cache at once.
+FETCHING = 1_000
 PREFILL, DECODE, RECOMPUTE = range(3)
 
 logger = logging.getLogger("vllm.schedule_logger")
@@ -80,11 +85,16 @@ class _Log:
         self.made: deque[dict[str, Any]] = deque()
         self.n = 0
         self.preempted: list[str] = []
+        #: id -> since when it waits for KV cache from elsewhere, monotonic ns; and of those who have it, until when they did.
+        self.fetching: dict[str, int] = {}
+        self.fetched: dict[str, tuple[int, int]] = {}
         logger.info("schedule logger: writing %s", path)
 
     def scheduled(self, scheduler: Any, output: Any, wall_ns: int, mono_ns: int) -> None:
         """After `schedule()`: numbers of computed tokens already include this batch."""
         self.preempted += output.preempted_req_ids or ()
+        if scheduler.connector is not None:
+            self._see_fetches(scheduler, mono_ns)
         if not output.total_num_scheduled_tokens:
             return
         given = output.num_scheduled_tokens
@@ -122,11 +132,38 @@ class _Log:
                 "new": new,
                 "preempted": self.preempted,
                 "finished": list(output.finished_req_ids),
+                "fetched": [(name, *self.fetched.pop(name)) for name in list(self.fetched) if name in given],
                 "b": self._blocked(scheduler, output),
             }
         )
         self.n += 1
         self.preempted = []
+
+    def _see_fetches(self, scheduler: Any, mono_ns: int) -> None:
+        """After `schedule()`: which requests wait for KV cache from elsewhere now, and which no longer do."""
+        # Where vLLM has no queue of its own for those who hold KV blocks, they stand first in the one they are in.
+        queues = (
+            getattr(scheduler, name, None) for name in ("kv_holding_waiting", "skipped_waiting", "waiting")
+        )
+        queue = next(found for found in queues if found is not None)
+        waiting = {
+            request.request_id
+            for request in islice(queue, FETCHING)
+            if request.status.name == "WAITING_FOR_REMOTE_KVS"
+        }
+        for name in self.fetching.keys() - waiting:
+            # Whose load failed begins again, as one that was preempted may.
+            self.fetched.setdefault(name, (self.fetching.pop(name), mono_ns))
+        for name in waiting - self.fetching.keys() - self.fetched.keys():
+            self.fetching[name] = mono_ns
+        for gone in self.fetched.keys() - scheduler.requests.keys():
+            del self.fetched[gone]
+
+    def arrived(self, scheduler: Any) -> None:
+        """After a step's result: whose KV cache the scheduler knows to be there."""
+        now = time.monotonic_ns()
+        for name in self.fetching.keys() & scheduler.finished_recving_kv_req_ids:
+            self.fetched[name] = self.fetching.pop(name), now
 
     def _blocked(self, scheduler: Any, output: Any) -> str | None:
         """What kept the head of the queue out, by what can be seen afterwards."""
@@ -154,13 +191,18 @@ class _Log:
         return None
 
     def write(self, scheduler: Any, record: dict[str, Any]) -> None:
-        record["q"] = [
-            len(scheduler.running),
-            len(scheduler.waiting),
-            len(getattr(scheduler, "skipped_waiting", ())),
-        ]
+        record["q"] = [len(scheduler.running), *_waiting(scheduler)]
         record["kv"] = scheduler.kv_cache_manager.usage
         self.writer.put(record)
+
+
+def _waiting(scheduler: Any) -> tuple[int, int]:
+    """Waiting requests, without and with something else than room to wait for."""
+    deferred = getattr(scheduler, "deferred_waiting", None)
+    if deferred is None:
+        return len(scheduler.waiting), len(getattr(scheduler, "skipped_waiting", ()))
+    # Here they stay in the queues.
+    return len(scheduler.waiting) + len(scheduler.kv_holding_waiting) - len(deferred), len(deferred)
 
 
 def _could_go_on(request: Any, step: int) -> bool:
@@ -267,6 +309,12 @@ class _Writer:
             line["x"] = gone
         if lost := [self.known[name][0] for name in record["preempted"] if name in self.known]:
             line["p"] = lost
+        if waited := [
+            [self.known[name][0], since, until]
+            for name, since, until in record["fetched"]
+            if name in self.known
+        ]:
+            line["r"] = waited
         if record["b"]:
             line["b"] = record["b"]
         if full:
@@ -313,6 +361,11 @@ class _Logging:
             except Exception:
                 self._stop_logging()
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        if self._log is not None and self._log.fetching:
+            try:
+                self._log.arrived(self)
+            except Exception:
+                self._stop_logging()
         if self._log is not None and record is not None:
             try:
                 self._log.write(self, record)

@@ -42,10 +42,11 @@ wide AS (
         coalesce(b.klass, c.klass) AS named_class,
         b.arrival_ns, b.finished_ns,
         -- Front end: wall clock, arrival to first output. Core: no TTFT, but its parts.
-        coalesce(b.e2e_ns, b.finished_ns - b.arrival_ns) AS e2e_ns,
-        coalesce(b.ttft_ns, b.e2e_ns - b.decode_ns) AS ttft_ns,
+        coalesce(b.e2e_ns, b.finished_ns - b.arrival_ns, b.ttft_ns + b.decode_ns) AS e2e_ns,
+        coalesce(b.ttft_ns, b.e2e_ns - b.decode_ns, b.queue_ns + b.prefill_ns) AS ttft_ns,
         coalesce(b.queue_ns, k.queue_ns) AS queue_ns,
         coalesce(b.prefill_ns, k.prefill_ns) AS prefill_ns,
+        coalesce(b.kv_transfer_ns, k.kv_transfer_ns) AS kv_transfer_ns,
         coalesce(b.prompt_tokens, k.prompt_tokens, c.prompt_tokens) AS prompt_tokens,
         coalesce(b.cached_tokens, k.cached_tokens, c.cached_tokens) AS cached_tokens,
         coalesce(b.output_tokens, k.output_tokens, c.output_tokens) AS output_tokens,

@@ -9,7 +9,7 @@ WITH rows AS (
             instant(first_token_ns) AS first_token_ns, instant(last_token_ns) AS last_token_ns,
             instant(finished_ns) AS finished_ns,
             duration(queue_ns) AS queue_ns, duration(prefill_ns) AS prefill_ns, duration(decode_ns) AS decode_ns,
-            duration(ttft_ns) AS ttft_ns, duration(e2e_ns) AS e2e_ns,
+            duration(kv_transfer_ns) AS kv_transfer_ns, duration(ttft_ns) AS ttft_ns, duration(e2e_ns) AS e2e_ns,
             number(prompt_tokens) AS prompt_tokens, number(cached_tokens) AS cached_tokens,
             number(output_tokens) AS output_tokens, number(max_tokens) AS max_tokens,
             number(preemptions) AS preemptions
@@ -27,7 +27,7 @@ SELECT
     row_number() OVER (ORDER BY instance, arrival_ns, request_key) AS oid,
     instance, engine, source, request_key, request_id, observer, role, model, adapter, tenant, priority, klass,
     arrival_ns, queued_ns, scheduled_ns, first_token_ns, last_token_ns, finished_ns,
-    queue_ns, prefill_ns, decode_ns, ttft_ns, e2e_ns, intended_ns,
+    queue_ns, prefill_ns, decode_ns, ttft_ns, e2e_ns, kv_transfer_ns, intended_ns,
     prompt_tokens, cached_tokens, output_tokens, expected_tokens, max_tokens, preemptions, status,
     CASE WHEN observer = 'engine' AND ttft_ns IS NULL THEN 'core'
          WHEN observer = 'engine' THEN 'front'

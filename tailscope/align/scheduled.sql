@@ -1,6 +1,7 @@
 -- scheduled: which request was in which steps and what it was given there, where a scheduler told: runs of steps
 -- k_first to k_last of `steps` in which phase and tokens per step stay the same. rid is the request's in `joined`, NULL
 -- where nobody else told of it (aborted, outside the window); `stay` tells such requests apart all the same.
+-- Before a run the request may have waited for KV cache from elsewhere, fetch_ns to fetched_ns.
 -- A step j of a run starts with computed_before + tokens * (j - k_first) of the request's tokens computed.
 CREATE OR REPLACE TEMP TABLE stays AS
 SELECT row_number() OVER (ORDER BY instance, engine, min(first_end_ns), source, stay, any_value(request_id)) - 1 AS sid,
@@ -47,7 +48,8 @@ JOIN (SELECT rid, arg_min(sid, (distance, sid)) AS sid FROM candidates GROUP BY 
 
 CREATE OR REPLACE TEMP TABLE scheduled AS
 SELECT f.k AS k_first, coalesce(l.k, f.k + r.iteration_last - r.iteration_first) AS k_last, p.rid, s.sid AS stay, r.phase,
-       number(r.tokens) AS tokens, number(r.computed_before) AS computed_before
+       number(r.tokens) AS tokens, number(r.computed_before) AS computed_before,
+       instant(r.fetch_ns) AS fetch_ns, instant(r.fetched_ns) AS fetched_ns
 FROM (SELECT *, coalesce(instance, '') AS place FROM schedule) r
 -- Steps count from 0 again when an engine is started again: the ends of a step are close in all sources, restarts are not.
 JOIN steps f ON f.instance = r.place AND f.engine IS NOT DISTINCT FROM r.engine AND f.iteration = r.iteration_first

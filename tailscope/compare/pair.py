@@ -21,6 +21,7 @@ from tailscope.compare.blocks import (
 )
 from tailscope.compare.load import ABOUT_NS, Common, LoadItem, common_part, compare_load, differ
 from tailscope.compare.read import Side, values_of
+from tailscope.compare.untested import Untested, untested
 from tailscope.config import Config
 from tailscope.model import Finding
 from tailscope.stats import Floats
@@ -133,6 +134,12 @@ class Comparison:
     findings: tuple[FindingChange, ...]
     ranges: tuple[Range, ...] = ()
     notes: tuple[str, ...] = ()
+    untested: tuple[Untested, ...] = ()
+
+    @property
+    def tested(self) -> bool:
+        """Whether any quantile was compared, so that none called slower means something."""
+        return any(row.interval is not None for row in self.changes)
 
     def regressions(self, size: float) -> list[Change]:
         """Slowdowns that are called, by at least `size` (0.05 is 5 %) as estimated."""
@@ -176,6 +183,7 @@ def compare(before: Side, after: Side, config: Config) -> Comparison:
         tuple(_findings(before.diagnosis.findings, after.diagnosis.findings)),
         tuple(ranges),
         tuple(_notes(sides, load, common, blocks)),
+        tuple(untested(sides, (plain[0].keys(), plain[1].keys()), rows)),
     )
 
 
@@ -187,7 +195,7 @@ def _about(side: Side, blocks: Blocks) -> About:
         n,
         n / side.span_s if n > 1 else 0.0,
         side.loop.kind,
-        side.loop.in_flight,
+        side.loop.mean_in_flight,
         blocks.count,
         side.span_s / blocks.count,
     )
@@ -381,7 +389,9 @@ def _text(
         more = f", and {len(called) - len(named)} more" if len(called) > len(named) else ""
         return f"{first}{'; '.join(_sentence(row) for row in named)}{more}."
     if status == "same":
-        return f"{first}No change: every interval lies within 5 %."
+        left = sum(row.interval is None for row in rows)
+        but = f" {left} of {len(rows)} quantiles could not be tested." if left else ""
+        return f"{first}No change: every interval {'that is known ' if left else ''}lies within 5 %.{but}"
     known = [row for row in rows if row.interval is not None]
     if not known:
         few = [f"{b.count:.0f}" for b in blocks]
@@ -395,9 +405,11 @@ def _text(
     widest = max(known, key=lambda r: (min(r.n) if r.metric != "ITL" else 0, r.metric == "E2E", r.quantile))
     assert widest.interval is not None
     low, high = widest.interval
+    left = sum(row.interval is None for row in rows)
+    but = f" {left} of {len(rows)} quantiles could not be tested." if left else ""
     return (
         f"{first}No change is shown. What is not ruled out: {widest.klass} {widest.metric} {widest.quantile} {low:+.0%} to "
-        f"{high:+.0%}."
+        f"{high:+.0%}.{but}"
     )
 
 
@@ -433,6 +445,9 @@ def _notes(
             "clients wait for answers (closed loop): a slower server gets fewer requests, so throughput is an outcome here and "
             "latency says less than it would to an open load"
         )
+    for name, side in zip(("before", "after"), sides, strict=True):
+        if not np.isfinite(side.requests.cached).any():
+            notes.append(f"{name} does not tell tokens from the cache: whether hits differ was not tested")
     loops = next((item for item in load if item.about == "loop"), None)
     if loops is not None and loops.status == "differs":
         notes.append(

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from tailscope.align import Scope
 from tailscope.classes import met_by_request, objectives_of
 from tailscope.compare.blocks import SLICES, Key, Values
-from tailscope.compare.loop import Loop, loop_of
 from tailscope.config import Config
 from tailscope.engine import diagnose
+from tailscope.ledger.half_timed import known
 from tailscope.ledger.histogram import CONCEPTS, quantile_ranges
+from tailscope.load_shape import Loop, loop_of
 from tailscope.model import Diagnosis
 from tailscope.stats import Floats, Ints
 from tailscope.store import Trace, floats
@@ -52,7 +53,7 @@ class Requests:
         return len(self.rid)
 
     def metric(self, name: str) -> Floats:
-        """Seconds of each, NaN where it has none."""
+        """Seconds of each, NaN where it has none. A request with one of TTFT and E2E has that."""
         if name == "queue":
             values = self.queue_s
         elif name == "TTFT":
@@ -64,7 +65,9 @@ class Requests:
             values = np.where(
                 decodes, (self.e2e_s - self.ttft_s) / np.where(decodes, self.output - 1, 1), np.nan
             )
-        return np.where(self.billed & (self.ttft_s >= 0) & (self.e2e_s >= self.ttft_s), values, np.nan)
+        both = (self.ttft_s >= 0) & (self.e2e_s >= self.ttft_s)
+        one = np.isnan(self.ttft_s) != np.isnan(self.e2e_s)
+        return np.where(self.billed & (both | one) & (values >= 0), values, np.nan)
 
 
 @dataclass(frozen=True)
@@ -235,7 +238,7 @@ def _bills(trace: Trace, span: tuple[int, int]) -> dict[tuple[str, str], Floats]
         f"{SLICES})::BIGINT, 0), {SLICES - 1})"
     )
     rows = con.execute(
-        f"WITH mine AS (SELECT rid, klass, {slices} AS slice FROM joined, span WHERE billed AND ttft_ns >= 0 AND e2e_ns >= ttft_ns) "
+        f"WITH mine AS (SELECT rid, klass, {slices} AS slice FROM joined, span WHERE {known('E2E')}) "
         "SELECT klass, slice, '' AS component, count(*)::DOUBLE AS amount FROM mine GROUP BY ALL UNION ALL "
         "SELECT klass, slice, component, sum(ns) / 1e9 FROM mine JOIN bill_lines l ON l.id = mine.rid GROUP BY ALL"
     ).fetchnumpy()

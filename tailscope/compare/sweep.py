@@ -79,7 +79,8 @@ def sweep(sides: Sequence[Side]) -> Sweep:
     closed = all(s.loop.kind == "closed" for s in sides)
     axis = "requests in flight" if closed else "requests/s offered"
     load = [
-        s.loop.in_flight if closed else len(s.requests) and s.requests.counts.sum() / s.span_s for s in sides
+        s.loop.mean_in_flight if closed else len(s.requests) and s.requests.counts.sum() / s.span_s
+        for s in sides
     ]
     order = sorted(range(len(sides)), key=lambda i: (load[i], i))
     ordered = [sides[i] for i in order]
@@ -199,7 +200,7 @@ def _point(
         side.path,
         load,
         float(q.counts.sum()) / span if len(q) > 1 else 0.0,
-        side.loop.in_flight,
+        side.loop.mean_in_flight,
         float(q.counts[ended].sum()) / span,
         float((q.counts * np.nan_to_num(q.output))[ended].sum()) / span,
         float(q.counts[~ok].sum()) / total,

@@ -15,6 +15,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from tailscope.ledger.engine_time import EngineTime
+from tailscope.ledger.half_timed import write_half_timed
+from tailscope.ledger.handoff import Handoff, write_handoffs
 from tailscope.ledger.lines import Booking, Lines, Parts, mean_of
 from tailscope.ledger.lockstep import groups, load_ends, one_timeline
 from tailscope.ledger.membership import Membership, load_membership
@@ -23,6 +25,7 @@ from tailscope.ledger.recompute import write_told
 from tailscope.ledger.requests import Requests, culprit_classes, load_requests, load_steps
 from tailscope.ledger.stalls import MIN_STALL_STEPS, Gaps, Stalls, by_holder, load_gaps, resumption_ns
 from tailscope.ledger.steps import Limits, Place, Prefills, Steps
+from tailscope.ledger.unserved import uncertain_ns
 from tailscope.model import ClassRow
 from tailscope.stats import Floats, Ints
 from tailscope.store import Trace
@@ -61,6 +64,7 @@ def write_bills(trace: Trace, limits: Mapping[str, Limits]) -> Ledger:
             f"CREATE OR REPLACE TEMP TABLE {table}_bounds(id BIGINT, place VARCHAR, low DOUBLE, high DOUBLE)"
         )
     write_told(trace)
+    write_handoffs(trace)
     ledger = Ledger(culprit_classes(trace))
     for row in trace.rows(
         "SELECT min(arrival_ns) AS first, max(arrival_ns + e2e_ns) AS last FROM joined WHERE billed"
@@ -69,6 +73,7 @@ def write_bills(trace: Trace, limits: Mapping[str, Limits]) -> Ledger:
     gaps = load_gaps(trace)
     for row in trace.rows("SELECT instance FROM joined WHERE billed GROUP BY instance ORDER BY instance"):
         _write_instance(trace, ledger, gaps, row["instance"], limits.get(row["instance"], Limits()))
+    write_half_timed(trace)
     return ledger
 
 
@@ -117,7 +122,9 @@ def _write_instance(trace: Trace, ledger: Ledger, gaps: Gaps, instance: str, lim
             ledger.times[instance, engine] = time
             ledger.lanes[instance, engine] = lane
             ledger.engines.append(_about(time, instance, engine, ledger.window_ns))
-            _book(trace, ledger, requests, _bookings(time, requests, slice(own), gaps, membership))
+            error_ns = uncertain_ns(trace, instance, engine)
+            booked = _bookings(time, requests, slice(own), gaps, membership, error_ns)
+            _book(trace, ledger, requests, booked)
             if anywhere is not None:
                 guesses.append(_bookings(time, anywhere, slice(own, None), gaps, engines=len(spans)))
     if anywhere is not None:
@@ -217,16 +224,20 @@ def _bookings(
     mine: slice,
     gaps: Gaps,
     membership: Membership | None = None,
+    error_ns: float | None = None,
     engines: int = 1,
 ) -> list[Booking]:
     """The bill of requests on one engine. `mine`: those inside the steps' time among the engine's prefills; `membership`:
-    in which steps they were, where that is told; `engines`: on how many they may have run."""
+    in which steps they were, where that is told; `error_ns`: how far off these are, where the requests are known to have run
+    on this engine; `engines`: on how many they may have run."""
     wait, queue, prefill, decode = r.phases()
     instants = np.cumsum([r.arrival_ns, wait, queue, prefill, decode], axis=0)
     queued, scheduled, first, last = (Place(time.steps, instant) for instant in instants[1:])
 
+    handoff = Handoff.of(time, r, instants[1], instants[2])
+
     def held(by: list[Floats]) -> list[Floats]:
-        return [time.between(sums, queued, scheduled) for sums in by]
+        return [handoff.rest(sums) for sums in by]
 
     # What lasts longer than the steps in work is the front end's.
     handed = handed_over(time.steps, r.arrival_ns, queued)
@@ -237,17 +248,13 @@ def _bookings(
         **_others_prefill("others_prefill_before", time, handed, queued),
     }
     queueing: Parts = {
-        ("pause", None): time.between(time.pause, queued, scheduled),
-        **{
-            ("queue_budget", c): time.between(sums, queued, scheduled)
-            for c, sums in enumerate(time.budget_by)
-        },
-        ("queue_budget", None): time.between(time.budget_by_nobody, queued, scheduled),
-        ("recompute", None): time.between(time.budget_by_recompute, queued, scheduled),
-        **by_holder("queue_kv", time.between(time.blocked["kv"], queued, scheduled), held(time.held_by)),
-        **by_holder(
-            "queue_slots", time.between(time.blocked["slots"], queued, scheduled), held(time.slots_by)
-        ),
+        ("kv_handoff", None): handoff.seconds,
+        ("pause", None): handoff.rest(time.pause),
+        **{("queue_budget", c): handoff.rest(sums) for c, sums in enumerate(time.budget_by)},
+        ("queue_budget", None): handoff.rest(time.budget_by_nobody),
+        ("recompute", None): handoff.rest(time.budget_by_recompute),
+        **by_holder("queue_kv", handoff.rest(time.blocked["kv"]), held(time.held_by)),
+        **by_holder("queue_slots", handoff.rest(time.blocked["slots"]), held(time.slots_by)),
     }
     inside = r.inside(time.steps)
     own, told = np.zeros(len(r.rid)), np.full(len(r.rid), np.nan)
@@ -260,7 +267,7 @@ def _bookings(
         np.where(r.culprit[inside] == c, 0.0, h[mine]) for c, h in enumerate(time.own_held_back)
     ]
     at_home = own - np.minimum(elsewhere.sum(axis=0), own)
-    stalls = Stalls(time, r, gaps, membership)
+    stalls = Stalls(time, r, gaps, membership, error_ns)
 
     def at_work(sums: Floats, start: Place, end: Place, spared: Floats | float = 0.0) -> Floats:
         """What of a prefix sum lies between, but for the request's stalls and what is `spared`."""
@@ -278,6 +285,8 @@ def _bookings(
     for name, sums in _losses(time).items():
         prefilling[name, None] = at_work(sums, scheduled, first)
         decoding[name, None] = at_work(sums, first, last)
+    prefilling["host_gap", None] = prefilling["host_gap", None] + time.host_between(instants[2], instants[3])
+    decoding["host_gap", None] = decoding["host_gap", None] + time.host_between(instants[3], instants[4])
     prefilling["own_prefill", None] = at_work(time.base, scheduled, first) + own * engines
     decoding["decode", None] = at_work(time.base, first, last)
     prefilling |= stalls.parts(decoding=False)
@@ -302,6 +311,7 @@ def _losses(time: EngineTime) -> dict[str, Floats]:
     return {
         "straggler_wait": time.straggler_wait,
         "slow_transfer": time.slow_transfer,
+        "host_gap": time.host_gap,
         "pause": time.pause,
         "recompute": time.recompute,
     }
@@ -342,7 +352,7 @@ def _phases_only(r: Requests) -> list[Booking]:
     wait, queue, prefill, decode = r.phases()
     return [
         Booking("wait", wait, {}, "frontend"),
-        Booking("queue", queue, {}, "queue"),
+        Booking("queue", queue, {("kv_handoff", None): _told_handoff(r)}, "queue"),
         # Without its parts, all of TTFT is one phase of which nothing is known.
         Booking(
             "prefill",
@@ -352,6 +362,12 @@ def _phases_only(r: Requests) -> list[Booking]:
         ),
         Booking("decode", decode, {}, "decode_phase"),
     ]
+
+
+def _told_handoff(r: Requests) -> Floats:
+    """Seconds of the hand-off where something says how long it took; what exceeds the queueing is scaled down."""
+    told = np.where(r.fetched_ns > 0, r.fetched_ns - r.fetch_ns, np.nan_to_num(r.kv_transfer_ns))
+    return np.asarray(told / 1e9, np.float64)
 
 
 def write_gap_bills(trace: Trace, ledger: Ledger, gaps: pa.Table) -> None:
@@ -390,6 +406,8 @@ def _gap_booking(time: EngineTime, start_ns: Ints, end_ns: Ints, preempted: NDAr
         ("decode", None): time.between(time.base, decode_from, end),
         **_lost(time, decode_from, end),
         **_others_prefill("others_prefill_in_decode", time, decode_from, end),
+        ("host_gap", None): time.between(time.host_gap, decode_from, end)
+        + time.host_between(start_ns, end_ns),
         **by_holder("preempted", stall, [time.between(held, start, resumed) for held in time.held_by]),
     }
     bounds = time.prefill_bounds(decode_from, end)

@@ -8,6 +8,7 @@ import numpy as np
 
 from tailscope.config import Slo
 from tailscope.ledger.bills import Ledger
+from tailscope.ledger.half_timed import TIMED, half_compared, known
 from tailscope.ledger.histogram import ALL
 from tailscope.ledger.lines import MODELLED
 from tailscope.ledger.tails import (
@@ -88,12 +89,12 @@ def _pooled(trace: Trace, slos: tuple[Slo, ...]) -> list[ClassRow]:
     return rows
 
 
-_REQUESTS = "SELECT *, rid AS id, arrival_ns AS time_ns FROM joined WHERE billed AND ttft_ns >= 0 AND e2e_ns >= ttft_ns"
+_REQUESTS = "SELECT *, rid AS id, arrival_ns AS time_ns FROM joined WHERE "
 #: Metric -> its value in ns, and of which rows.
 _POOLED = {
-    "TTFT": ("ttft_ns", _REQUESTS),
-    "TPOT": ("(e2e_ns - ttft_ns) / (output_tokens - 1)", _REQUESTS + " AND output_tokens > 1"),
-    "E2E": ("e2e_ns", _REQUESTS),
+    "TTFT": ("ttft_ns", _REQUESTS + known("TTFT")),
+    "TPOT": ("(e2e_ns - ttft_ns) / (output_tokens - 1)", f"{_REQUESTS} {TIMED} AND output_tokens > 1"),
+    "E2E": ("e2e_ns", _REQUESTS + known("E2E")),
     "ITL": ("(end_ns - start_ns)", "SELECT *, end_ns AS time_ns FROM gaps"),
 }
 
@@ -133,11 +134,41 @@ SELECT klass, metric, sum(ns * coalesce(low, 1)) / 1e9 AS low, sum(ns * coalesce
 
 
 def _request_metrics(trace: Trace, klass: str, slos: tuple[Slo, ...]) -> list[ClassRow]:
-    """TTFT, TPOT and E2E of a class: its rows, and the members of each tail and its typical counterpart."""
+    """TTFT, TPOT, E2E and queue of a class: its rows, and the members of each tail and its typical counterpart."""
+    rows = _half_metrics(trace, klass, slos) or _timed_metrics(trace, klass, slos)
     columns = trace.connection.execute(
-        "SELECT rid, observer, arrival_ns, ttft_ns, e2e_ns, queue_ns, coalesce(prompt_tokens - coalesce(cached_tokens, 0), 0) AS computed, "
-        "coalesce(output_tokens, 0) AS output FROM joined "
-        "WHERE billed AND klass = $klass AND ttft_ns >= 0 AND e2e_ns >= ttft_ns ORDER BY rid",
+        f"SELECT observer, arrival_ns, queue_ns / 1e9 AS queue FROM joined WHERE ({TIMED} OR rid IN (SELECT rid FROM half_timed)) "
+        "AND klass = $klass AND queue_ns IS NOT NULL ORDER BY rid",
+        {"klass": klass},
+    ).fetchnumpy()
+    if len(columns["queue"]):
+        observer = " + ".join(sorted({str(o) for o in columns["observer"]}))
+        queue, arrivals = (
+            np.asarray(columns["queue"], np.float64),
+            np.asarray(columns["arrival_ns"], np.int64),
+        )
+        row, _tail = describe(klass, "queue", observer, queue, arrivals)
+        # A part of TTFT, whose bill says why; it has no tail of its own.
+        rows.append(replace(row, tail_rule=None, tail_n=0))
+    return rows
+
+
+def _half_metrics(trace: Trace, klass: str, slos: tuple[Slo, ...]) -> list[ClassRow]:
+    """Of a class of which one of TTFT and E2E is known; none where both are."""
+    rows = []
+    for row, rid, values, arrivals, members in half_compared(trace, klass):
+        rows.append(replace(row, objectives=objectives(slos, klass, row.metric, values, arrivals)))
+        if members is not None:
+            add_members(
+                trace, "members", klass, row.metric, rid, members.before, members.decode, members.tail
+            )
+    return rows
+
+
+def _timed_metrics(trace: Trace, klass: str, slos: tuple[Slo, ...]) -> list[ClassRow]:
+    columns = trace.connection.execute(
+        "SELECT rid, observer, arrival_ns, ttft_ns, e2e_ns, coalesce(prompt_tokens - coalesce(cached_tokens, 0), 0) AS computed, "
+        f"coalesce(output_tokens, 0) AS output FROM joined WHERE {TIMED} AND klass = $klass ORDER BY rid",
         {"klass": klass},
     ).fetchnumpy()
     rid, arrivals = np.asarray(columns["rid"], np.int64), np.asarray(columns["arrival_ns"], np.int64)
@@ -152,10 +183,4 @@ def _request_metrics(trace: Trace, klass: str, slos: tuple[Slo, ...]) -> list[Cl
             add_members(
                 trace, "members", klass, row.metric, rid, members.before, members.decode, members.tail
             )
-    queued = np.ma.getmaskarray(np.ma.asarray(columns["queue_ns"]))
-    if not queued.all():
-        queue = np.ma.asarray(columns["queue_ns"])[~queued].astype(np.float64) / 1e9
-        row, _tail = describe(klass, "queue", observer, np.asarray(queue), arrivals[~queued])
-        # A part of TTFT, whose bill says why; it has no tail of its own.
-        rows.append(replace(row, tail_rule=None, tail_n=0))
     return rows

@@ -10,6 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from tailscope import stats
+from tailscope.ledger.half_timed import TIMED
 from tailscope.ledger.tails import MIN_REQUESTS
 from tailscope.stats import Floats, Ints
 from tailscope.store import Trace, schema_of_rows
@@ -20,13 +21,15 @@ COUPLED_NS = 1_000_000
 LOAD_WINDOWS_S = (0.1, 0.5, 2.0, 5.0, 15.0)
 #: Latencies used by the statistical test.
 MAX_VICTIMS = 10_000
+#: Whose latency is tested, as rows of `joined`.
+_KNOWN = f"(({TIMED}) OR rid IN (SELECT rid FROM half_timed))"
 #: Culprits whose prompts are not at least this many times as long cannot be a head of line.
 MIN_SIZE_RATIO = 2.0
 
 
 @dataclass(frozen=True)
 class Coupling:
-    """One victim class against one culprit class, by TTFT.
+    """One victim class against one culprit class, by TTFT, or by E2E where the class has no TTFT.
 
     coupled/uncoupled: requests with and without the culprit's prefill in their steps before the first token
     (None without iterations). exposed: a culprit's prefill within a fixed window after arrival.
@@ -35,6 +38,8 @@ class Coupling:
 
     victim: str
     culprit: str
+    #: Whether both TTFT and E2E are known, so that its time has a place in steps.
+    timed: bool
     n: int
     n_eff: float
     prompt_ratio: float
@@ -55,8 +60,7 @@ class Coupling:
 def write_coupling(trace: Trace) -> None:
     """Fill `coupling` for each victim class of enough requests and each culprit class of longer prompts."""
     victims = trace.rows(
-        "SELECT klass, count(*) AS n, median(prompt_tokens) AS size FROM joined "
-        "WHERE billed AND ttft_ns >= 0 GROUP BY klass ORDER BY klass"
+        f"SELECT klass, count(*) AS n, median(prompt_tokens) AS size FROM joined WHERE {_KNOWN} GROUP BY klass ORDER BY klass"
     )
     rows: list[Coupling] = []
     for victim in victims:
@@ -80,23 +84,30 @@ def _test(trace: Trace, victim: dict[str, Any], culprit: dict[str, Any]) -> Coup
               AND component IN ('others_prefill_before', 'others_prefill_in_prefill', 'queue_budget')
             GROUP BY id
         )
-        SELECT j.instance, j.arrival_ns, j.ttft_ns / 1e9 AS ttft_s, coalesce(met.ns, 0) >= $least AS coupled,
-               j.arrival_ns + j.ttft_ns AS first_token_ns, j.arrival_ns + j.e2e_ns AS end_ns,
-               coalesce(j.prompt_tokens - coalesce(j.cached_tokens, 0), 0)::DOUBLE AS tokens
+        SELECT j.instance, j.arrival_ns, coalesce(j.ttft_ns, j.e2e_ns) / 1e9 AS ttft_s, coalesce(met.ns, 0) >= $least AS coupled,
+               j.arrival_ns + coalesce(j.ttft_ns, j.e2e_ns) AS first_token_ns, j.arrival_ns + coalesce(j.e2e_ns, j.ttft_ns) AS end_ns,
+               coalesce(j.prompt_tokens - coalesce(j.cached_tokens, 0), 0)::DOUBLE AS tokens,
+               j.ttft_ns IS NOT NULL AND j.e2e_ns IS NOT NULL AS timed, CASE WHEN j.ttft_ns IS NULL THEN coalesce(j.output_tokens, 0) ELSE 0 END::DOUBLE AS output
         FROM joined j LEFT JOIN met ON met.id = j.rid
-        WHERE j.billed AND j.klass = $victim AND j.ttft_ns >= 0 AND j.e2e_ns >= j.ttft_ns ORDER BY j.instance, j.arrival_ns
+        WHERE j.klass = $victim AND """
+        + _KNOWN
+        + """ ORDER BY j.instance, j.arrival_ns
         """,
         {"victim": victim["klass"], "culprit": culprit["klass"], "least": COUPLED_NS},
     ).fetchnumpy()
     times, ttft = np.asarray(requests["arrival_ns"], np.int64), np.asarray(requests["ttft_s"], np.float64)
     instance, coupled = np.asarray(requests["instance"]).astype(str), np.asarray(requests["coupled"], bool)
-    with_steps = trace.count("steps") > 0
+    timed = bool(np.asarray(requests["timed"]).any())
+    with_steps = trace.count("steps") > 0 and timed
     windows = _prefill_windows(trace, culprit["klass"])
     ends, tokens = np.asarray(requests["end_ns"], np.int64), np.asarray(requests["tokens"], np.float64)
-    own, control = _pooled_test(Victims(times, ttft, ends, tokens), instance, windows)
+    output = np.asarray(requests["output"], np.float64)
+    known = output if output.any() else None
+    own, control = _pooled_test(Victims(times, ttft, ends, tokens, known), instance, windows)
     return Coupling(
         victim=victim["klass"],
         culprit=culprit["klass"],
+        timed=timed,
         n=len(times),
         n_eff=stats.uncorrelated((ttft > np.median(ttft)).astype(np.float64), times),
         prompt_ratio=culprit["size"] / victim["size"],
@@ -120,9 +131,11 @@ def _test(trace: Trace, victim: dict[str, Any], culprit: dict[str, Any]) -> Coup
 def _prefill_windows(trace: Trace, klass: str) -> dict[str, tuple[Ints, Ints]]:
     """Instance -> starts and ends of the prefills of a class."""
     rows = trace.connection.execute(
-        "SELECT instance, arrival_ns + ttft_ns - coalesce(prefill_ns, ttft_ns) AS start_ns, "
-        "arrival_ns + ttft_ns AS end_ns FROM joined "
-        "WHERE billed AND klass = $klass AND ttft_ns >= 0 ORDER BY instance, start_ns",
+        # No prefill lasts longer than the fastest answers of its class took as a whole.
+        f"WITH of AS (SELECT * FROM joined WHERE klass = $klass AND {_KNOWN}), "
+        "fast AS (SELECT quantile_cont(e2e_ns, 0.05)::BIGINT AS e2e_ns FROM of WHERE ttft_ns IS NULL) "
+        "SELECT instance, CASE WHEN ttft_ns IS NULL THEN arrival_ns ELSE arrival_ns + ttft_ns - coalesce(prefill_ns, ttft_ns) END AS start_ns, "
+        "arrival_ns + coalesce(ttft_ns, least(of.e2e_ns, fast.e2e_ns)) AS end_ns FROM of, fast ORDER BY instance, start_ns",
         {"klass": klass},
     ).fetchnumpy()
     instance = np.asarray(rows["instance"]).astype(str)
@@ -132,15 +145,22 @@ def _prefill_windows(trace: Trace, klass: str) -> dict[str, tuple[Ints, Ints]]:
 
 @dataclass(frozen=True)
 class Victims:
-    """Requests of one class on one instance by arrival: seconds to the first token, when each ended, tokens it computed."""
+    """Requests of one class on one instance by arrival: seconds to the first token, when each ended, tokens it computed.
+
+    Where only E2E is known that stands for `ttft_s`, and `output` is what of it is due to the answer's length.
+    """
 
     arrival_ns: Ints
     ttft_s: Floats
     end_ns: Ints
     tokens: Floats
+    output: Floats | None = None
 
     def select(self, chosen: NDArray[np.bool_]) -> Victims:
-        return Victims(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
+        output = None if self.output is None else self.output[chosen]
+        return Victims(
+            self.arrival_ns[chosen], self.ttft_s[chosen], self.end_ns[chosen], self.tokens[chosen], output
+        )
 
     @property
     def window_ns(self) -> int:
@@ -186,6 +206,7 @@ def own_load(v: Victims) -> Floats:
     first = np.sort(at + np.asarray(v.ttft_s * 1e9, np.int64))
     controls: list[Floats | Ints] = [
         v.tokens,
+        *([] if v.output is None else [v.output]),
         before - np.searchsorted(np.sort(v.end_ns), at, side="right"),
         before - np.searchsorted(first, at, side="right"),
     ]

@@ -67,7 +67,7 @@ def write_doses(trace: Trace, ledger: Ledger) -> None:
     """Fill `doses` and `chunks`. After coupling."""
     rows = [
         _dose(trace, ledger, row["victim"], row["culprit"])
-        for row in trace.rows("SELECT victim, culprit FROM coupling ORDER BY victim, culprit")
+        for row in trace.rows("SELECT victim, culprit FROM coupling WHERE timed ORDER BY victim, culprit")
     ]
     trace.create("doses", pa.Table.from_pylist([asdict(row) for row in rows], schema=schema_of_rows(Dose)))
     trace.create("chunks", _chunks(ledger))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tailscope.ledger.cost import MIN_FIT_STEPS, CostModels, fit, fit_epochs
 from tailscope.ledger.own_prefill import OwnPrefill, Work, by_others
 from tailscope.ledger.steps import Limits, Place, Prefills, Steps
-from tailscope.stats import Floats, active, prefix_sums
+from tailscope.stats import Floats, Ints, active, prefix_sums
 
 #: Steps whose KV cache is at least this full cannot admit a request of ordinary size.
 KV_FULL = 0.9
@@ -75,6 +75,12 @@ class EngineTime:
             self.by_others = by_others(steps, own, work, self.cost, computed)
         prefill = computed * _share_of(work.prefill_tokens, work.recompute_tokens)
         paused = np.where(np.nan_to_num(steps.paused) > 0, unexplained, 0.0)
+        host = np.minimum(np.nan_to_num(steps.host_ns) / 1e9, tile)
+        in_base, self.host_beyond = _of_the_host(host, base, unexplained, np.nan_to_num(steps.paused) > 0)
+        base, unexplained = base - in_base, unexplained - self.host_beyond
+        self.host_gap = prefix_sums(in_base + self.host_beyond)
+        self._before = np.nan_to_num(steps.before_ns)
+        self._before_s = prefix_sums(self._before / 1e9)
         self.busy, self.base, self.unexplained = (
             prefix_sums(tile),
             prefix_sums(base),
@@ -110,6 +116,10 @@ class EngineTime:
         #: Its own steps: those in which it only ran along with others are none.
         self.count = prefix_sums(steps.own)
         self._block(limits, own, tile)
+        #: The share of those queued in each step who waited for something else than room, and these shares' time.
+        deferred = np.nan_to_num(steps.deferred)
+        self.deferred_share = deferred / np.maximum(deferred + np.nan_to_num(steps.waiting), 1.0)
+        self.deferred = prefix_sums(tile * self.deferred_share)
         #: Steps' time by the class whose prefill they held, in proportion to its tokens.
         self.tile_by = [prefix_sums(tile * share) for share in own.by_class]
         #: Each class's share of the time, by the KV tokens and by the slots that its running requests hold.
@@ -128,6 +138,16 @@ class EngineTime:
 
     def between(self, sums: Floats, start: Place, end: Place) -> Floats:
         return np.maximum(self.at(sums, end) - self.at(sums, start), 0.0)
+
+    def host_between(self, start_ns: Ints, end_ns: Ints) -> Floats:
+        """Seconds between two instants that lie between two steps, in which the host had not begun the next."""
+        return np.maximum(self._host_until(end_ns) - self._host_until(start_ns), 0.0)
+
+    def _host_until(self, times_ns: Ints) -> Floats:
+        begun = np.searchsorted(self.steps.start_ns, times_ns, side="right")
+        following = np.minimum(begun, len(self._before) - 1)
+        left = np.where(begun == following, self.steps.start_ns[following] - times_ns, np.inf)
+        return self._before_s[begun] + np.maximum(self._before[following] - left, 0.0) / 1e9
 
     def prefill_bounds(self, start: Place, end: Place) -> tuple[Floats, Floats]:
         """The least and the most that the prefill between two instants can be, as multiples of what is booked."""
@@ -210,6 +230,20 @@ class EngineTime:
         ]
         total = np.maximum(np.sum(held, axis=0) if held else np.zeros(n), 1e-9)
         return [prefix_sums(tile * share / total) for share in held]
+
+
+def _of_the_host(
+    host: Floats, base: Floats, unexplained: Floats, paused: NDArray[np.bool_]
+) -> tuple[Floats, Floats]:
+    """What of each step's measured host gap is in its normal cost, and what in what that does not explain. Usual gaps are a part
+    of all steps, from which the normal cost was learnt; what exceeds them is beyond it as far as that goes, or is the pause that
+    stands beside the step."""
+    if not host.any():
+        return np.zeros(len(host)), np.zeros(len(host))
+    usual = np.minimum(np.minimum(host, np.median(host[host > 0])), base)
+    host = np.where(paused, usual, host)
+    beyond = np.minimum(host - usual, np.maximum(unexplained, 0.0))
+    return usual + np.minimum(host - usual - beyond, base - usual), beyond
 
 
 def _within(tile: Floats, *parts: Floats) -> list[Floats]:

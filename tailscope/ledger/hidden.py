@@ -19,8 +19,6 @@ from tailscope.store import Trace, schema_of
 SLACK_NS = 10_000_000
 #: So long after an arrival it is asked whether the request is known; a sample speaks for at most so long.
 ASKED_NS, SPEAKS_NS = 50_000_000, 1_000_000_000
-#: Waits before the engine's queue that are shorter are hand-over, and what conservation cannot see.
-LONG_NS = 100_000_000
 
 _FIELDS: dict[str, pa.DataType] = {
     "instance": pa.string(),

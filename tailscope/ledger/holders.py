@@ -197,8 +197,11 @@ def _write_held(trace: Trace, time: EngineTime, stays: Stays, levels: int) -> No
     for component, (ns, start_ns, end_ns) in waits.items():
         groups: list[tuple[str, Mask, Mask]] = []
         if component in ("queue_slots", "queue_kv"):
-            # Those who wait to give a long answer themselves wait for their peers.
-            groups.append(("long answers", stays.long, (ns > 0) & ~stays.long))
+            # Those who wait to give a long answer themselves wait for their peers, and who asked to be served after others by
+            # its priority waits for those as it wanted.
+            for level in range(max(levels, 1)):
+                mine = (ns > 0) & ~stays.long & (stays.level == level)
+                groups.append(("long answers", stays.long & (stays.level >= level), mine))
         for level in range(levels - 1):
             groups.append(("lower priority", stays.level > level, (ns > 0) & (stays.level == level)))
         for holder, group, waiting in groups:

@@ -1,9 +1,6 @@
 """Requests that ran and were given no tokens while others went on, and were not preempted.
 
-`schedule` says so where there is one: rows of 0 tokens. Else it follows from the engine's own numbers: who decodes gets a
-token a step, so a request whose answer took many more steps than it has tokens was left out of the rest, and one whose
-prompt was in work over steps in which nobody's was had to stand by. A client that had its tokens late shows nothing of that
-kind, nor does a step that took long.
+`schedule` says so where there is one: rows of 0 tokens. Else it follows from the engine's own numbers (`Unserved`).
 """
 
 from __future__ import annotations
@@ -18,19 +15,9 @@ from numpy.typing import NDArray
 from tailscope.ledger.bills import Ledger
 from tailscope.ledger.engine_time import BUDGET_FULL, EngineTime
 from tailscope.ledger.steps import Place
+from tailscope.ledger.unserved import MIN_STEPS, Unserved, uncertain_ns
 from tailscope.stats import Floats, Ints, prefix_sums
 from tailscope.store import Trace, floats, schema_of
-
-#: Fewer steps without a token than so many are a batch made ahead, or the edge of a step.
-MIN_STEPS = 8
-#: And fewer than this share of an answer's tokens: where few tokens come a step, as with drafts, steps are no count of them.
-MIN_SHARE = 0.1
-#: Answers of fewer tokens do not say how many steps a token takes here.
-MIN_TOKENS = 16
-#: Steps between a request's first scheduling and its first chunk, and after the last one.
-LEAD_STEPS = 3
-#: Steps whose ends are less certain than so many of them take together count for nothing.
-MOST_UNCERTAIN = 50
 
 COLUMNS = schema_of(
     {
@@ -61,6 +48,11 @@ class Answers:
     def __len__(self) -> int:
         return len(self.rid)
 
+    def unserved(self, time: EngineTime, error_ns: float) -> Unserved:
+        return Unserved(
+            time, self.scheduled_ns, self.first_ns, self.last_ns, self.tokens, self.preemptions, error_ns
+        )
+
 
 def write_left_out(trace: Trace, ledger: Ledger) -> None:
     """Fill `left_out`, `left_out_gaps` and `left_out_known`. After bills and contrast, which makes `gaps`.
@@ -80,10 +72,12 @@ def write_left_out(trace: Trace, ledger: Ledger) -> None:
         if instance in told:
             continue
         answers = _load(trace, instance, engine)
-        extra = _uncertain_steps(trace, instance, engine, time)
-        if len(answers) and extra <= MOST_UNCERTAIN:
+        if not len(answers):
+            continue
+        unserved = answers.unserved(time, uncertain_ns(trace, instance, engine))
+        if unserved.certain_enough:
             judged += len(answers)
-            _write_inferred(trace, time, answers, MIN_STEPS + extra)
+            _write_inferred(trace, time, answers, unserved)
     con.execute(_KNOWN, {"judged": judged})
 
 
@@ -118,47 +112,20 @@ def _load(trace: Trace, instance: str, engine: int | None) -> Answers:
     return Answers(**arrays)
 
 
-def _uncertain_steps(trace: Trace, instance: str, engine: int | None, time: EngineTime) -> float:
-    """By how many steps an interval may seem longer, because their ends are not exactly known."""
-    [row] = trace.rows(
-        "SELECT median(time_error_ns) AS error_ns FROM steps WHERE instance = $instance AND engine IS NOT DISTINCT FROM $engine",
-        {"instance": instance, "engine": engine},
-    )
-    return 2e-9 * (row["error_ns"] or 0) / (time.usual_step_s or np.inf)
-
-
-def _write_inferred(trace: Trace, time: EngineTime, a: Answers, least: float) -> None:
-    steps = time.steps
-    goes_on = (steps.decode_requests > 0) & (steps.own > 0)
-    going, busy = prefix_sums(goes_on.astype(float)), prefix_sums(np.where(goes_on, np.diff(time.busy), 0.0))
-    nobodys = goes_on & (steps.prefill_tokens + steps.recompute_tokens == 0)
-    idle, idle_s = prefix_sums(nobodys.astype(float)), prefix_sums(np.where(nobodys, np.diff(time.busy), 0.0))
-    scheduled, first, last = (Place(steps, at) for at in (a.scheduled_ns, a.first_ns, a.last_ns))
-    possible = ~(a.preemptions > 0)
+def _write_inferred(trace: Trace, time: EngineTime, a: Answers, unserved: Unserved) -> None:
     basis = np.where(np.isfinite(a.preemptions), "steps", "unsure")
-
-    spent, needed = time.between(going, first, last), a.tokens - 1
-    left = spent - needed * _steps_a_token(spent, needed)
-    out = possible & (left >= np.maximum(least, MIN_SHARE * needed))
-    seconds = np.where(out, time.between(busy, first, last) * left / np.maximum(spent, 1.0), 0.0)
-    gaps = _write_gaps(trace, time, a, out, left, least)
-    _insert(trace, "decode", a, out, seconds, left, basis, a.first_ns, a.last_ns, gaps)
-
-    stood = time.between(idle, scheduled, first) - LEAD_STEPS
-    out = possible & (stood >= least)
-    seconds = np.where(
-        out, time.between(idle_s, scheduled, first) * stood / np.maximum(stood + LEAD_STEPS, 1.0), 0.0
-    )
-    _insert(
-        trace, "prefill", a, out, seconds, stood, basis, a.scheduled_ns, a.first_ns, Placed.nowhere(len(a))
-    )
-
-
-def _steps_a_token(spent: Floats, needed: Floats) -> float:
-    """Steps that a token takes here, usually 1: more where requests take turns, as in a pipeline; with drafts fewer, which
-    tells nothing, so that it counts as 1."""
-    long = needed >= MIN_TOKENS
-    return max(1.0, float(np.median(spent[long] / needed[long]))) if long.any() else 1.0
+    for place, start_ns, end_ns in (
+        ("decode", a.first_ns, a.last_ns),
+        ("prefill", a.scheduled_ns, a.first_ns),
+    ):
+        left = unserved.decode if place == "decode" else unserved.prefill
+        placed = (
+            _write_gaps(trace, time, a, left.steps, unserved.least)
+            if place == "decode"
+            else Placed.nowhere(len(a))
+        )
+        seconds = unserved.of(time.busy, decoding=place == "decode")
+        _insert(trace, place, a, seconds, left.steps, basis, start_ns, end_ns, placed)
 
 
 @dataclass(frozen=True)
@@ -181,7 +148,6 @@ def _insert(
     trace: Trace,
     place: str,
     a: Answers,
-    out: NDArray[np.bool_],
     seconds: Floats,
     steps: Floats,
     basis: NDArray[np.str_],
@@ -189,7 +155,8 @@ def _insert(
     end_ns: Ints,
     placed: Placed,
 ) -> None:
-    """Rows of `left_out` of those who are `out`; `placed` where that is known, else the whole time that they lie in."""
+    """Rows of `left_out` of those who were, `placed` where that is known, else in the whole time that they lie in."""
+    out = steps > 0
     known = np.isfinite(placed.seconds)
     columns = {
         "id": a.rid,
@@ -208,10 +175,9 @@ def _insert(
         )
 
 
-def _write_gaps(
-    trace: Trace, time: EngineTime, a: Answers, out: NDArray[np.bool_], left: Floats, least: float
-) -> Placed:
-    """Fill `left_out_gaps` with the gaps between tokens of those left `out` that span steps enough."""
+def _write_gaps(trace: Trace, time: EngineTime, a: Answers, left: Floats, least: float) -> Placed:
+    """Fill `left_out_gaps` with the gaps between tokens of those `left` out that span steps enough."""
+    out = left > 0
     if not out.any():
         return Placed.nowhere(len(a))
     con = trace.connection

@@ -23,6 +23,7 @@ COMPONENTS: dict[str, str] = {
     "queue_budget": "queued while others' prefill took the token budget",
     "queue_kv": "queued while the KV cache was full, or had no room for the first in the queue",
     "queue_slots": "queued while all sequence slots were taken",
+    "kv_handoff": "queued while its KV cache was on the way from the engine that did its prefill",
     "queue": "queued, reason not known",
     "own_prefill": "prefill of its own prompt, with the batch it ran in",
     "others_prefill_in_prefill": "others' prefill in the steps of its own prefill",
@@ -35,6 +36,7 @@ COMPONENTS: dict[str, str] = {
     "decode_phase": "decode as the engine or client measured it; no steps are known that would say what it held",
     "straggler_wait": "its ranks stood in a collective because one of them came late",
     "slow_transfer": "collectives whose transfer took longer than usual for their size",
+    "host_gap": "between two steps: there was work, and the host had launched none of it",
     "pause": "the engine stood still: profiler, EPLB, JIT or first batch",
     "unexplained": "measured, but no evidence says why",
 }

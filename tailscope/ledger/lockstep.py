@@ -126,8 +126,10 @@ def one_timeline(engines: Sequence[Steps]) -> list[Steps]:
     placed = [_placed(s, p, ends, begun) for s, p in zip(engines, places, strict=True)]
     lost = {
         name: np.max([np.nan_to_num(getattr(s, name)) for s in placed], axis=0)
-        for name in ("late_ns", "slow_ns", "paused")
+        for name in ("late_ns", "slow_ns", "paused", "host_ns")
     }
+    # On the common time line a step begins where the one before ends.
+    lost["before_ns"] = np.zeros(len(ends))
     return [replace(steps, **lost) for steps in placed]
 
 
@@ -157,7 +159,7 @@ def _placed(steps: Steps, place: NDArray[np.intp], ends: Ints, begun: Ints) -> S
         if name not in ("start_ns", "end_ns"):
             values = getattr(steps, name)
             arrays[name] = np.bincount(place, weights=values, minlength=n)
-    for name in ("running", "waiting", "kv_usage", "epoch", "blocked"):
+    for name in ("running", "waiting", "deferred", "kv_usage", "epoch", "blocked"):
         # States, not amounts: the last of two steps at one place has them.
         arrays[name] = np.full(n, np.nan if name == "blocked" else 0.0)
         arrays[name][place] = getattr(steps, name)

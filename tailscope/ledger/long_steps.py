@@ -6,8 +6,8 @@ from tailscope.store import Trace
 
 
 def write_long_steps(trace: Trace) -> None:
-    """Make the views `lead_steps`, `lanes`, `step_shapes` and `in_flight`. After `step_costs`."""
-    for sql in (_LEADS, _LEAD_STEPS, _LANES, _SHAPES, _TURNS):
+    """Make the views `lead_steps`, `lanes`, `longest_steps`, `step_shapes` and `in_flight`. After `step_costs`."""
+    for sql in (_LEADS, _LEAD_STEPS, _LANES, _LONGEST, _SHAPES, _TURNS):
         trace.connection.execute(sql)
 
 
@@ -28,6 +28,18 @@ SELECT lane, any_value(usable) AS usable, count(*) AS steps, sum(tile_s) AS busy
        max(error_s) AS error_s, min(start_ns) AS first_ns, max(end_ns) AS last_ns,
        sum(batch_s) FILTER (WHERE prefill_tokens > 0) / nullif(sum(batch_s), 0) AS prefill_share
 FROM lead_steps GROUP BY lane
+"""
+#: So many of the longest steps show how the tail of a lane's ordinary ones goes on, those that are as long as their batch
+#: allows for among them.
+TAIL = 400
+_LONGEST = f"""
+CREATE OR REPLACE TEMP VIEW longest_steps AS
+WITH ranked AS (
+    SELECT lane, round, tile_s / (batch_s + ranks_s) AS times, reason
+    FROM lead_steps WHERE usable AND tile_s > 0 AND batch_s + ranks_s > 0
+    QUALIFY row_number() OVER (PARTITION BY lane ORDER BY times DESC, round) <= {TAIL}
+)
+SELECT lane, list({{round: round, times: times, reason: reason}} ORDER BY times DESC, round) AS tops FROM ranked GROUP BY lane
 """
 #: Batches of one shape run one compiled kernel or graph: vLLM pads to the sizes of its graphs, 1, 2, 4, by 8, from 256 on by
 #: 16; beyond them kernels are tuned by about powers of two.

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 from scipy.special import bdtr
+from scipy.stats import hypergeom
 
 from tailscope.ledger.bills import Ledger
 from tailscope.stats import Floats, Ints
@@ -227,7 +228,8 @@ def _write_group(trace: Trace, ledger: Ledger, instance: str, tenant: str | None
 def bad_blocks(found: NDArray[np.bool_], block: Ints) -> tuple[float, NDArray[np.bool_]]:
     """The share that finds something in good blocks, and which blocks are worse than chance makes them.
 
-    Those before the first good one are the cache's filling. The chance is the binomial tail.
+    Those before the first good one are the cache's filling. A cache that is not yet full finds more from block to block, now
+    and then less by chance: a bad block is worse than the good ones that came before it too, not only than those after it.
     """
     size = np.bincount(block)
     hits = np.bincount(block, weights=found).astype(np.float64)
@@ -239,12 +241,20 @@ def bad_blocks(found: NDArray[np.bool_], block: Ints) -> tuple[float, NDArray[np
     bad = _worse(hits, size, good)
     first_good = int(np.argmax(~bad)) if (~bad).any() else len(bad)
     bad[:first_good] = False
-    return good, bad
+    return good, bad & _fell(hits, size, bad)
 
 
 def _worse(hits: Floats, size: Ints, good: float) -> NDArray[np.bool_]:
     # A share of 1 would make one miss a wonder.
     return np.asarray((bdtr(hits, size, min(good, 0.98)) < CHANCE) & (hits / size <= good - FALL))
+
+
+def _fell(hits: Floats, size: Ints, bad: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Blocks that are worse than the good ones before them; the chance is Fisher's, since those may be few."""
+    before_hits = np.cumsum(np.where(bad, 0, hits)) - np.where(bad, 0, hits)
+    before = np.cumsum(np.where(bad, 0, size)) - np.where(bad, 0, size)
+    chance = hypergeom.cdf(hits, size + before, hits + before_hits, size)
+    return np.asarray((chance < CHANCE) & (hits / size <= before_hits / np.maximum(before, 1) - FALL))
 
 
 def _lengths(arrival_ns: Ints, block: Ints) -> Floats:

@@ -28,6 +28,12 @@ class Requests:
     cached_tokens: Floats
     output_tokens: Floats
     preemptions: Floats
+    #: When it began to wait for its KV cache from another engine and when that was there, 0 where nothing tells; how long that
+    #: took by its emitter; whether another engine is known to have done its prefill.
+    fetch_ns: Ints
+    fetched_ns: Ints
+    kv_transfer_ns: Floats
+    elsewhere: NDArray[np.bool_]
     culprit: NDArray[np.intp]
 
     def phases(self) -> tuple[Ints, Ints, Ints, Ints]:
@@ -102,17 +108,21 @@ def culprit_classes(trace: Trace) -> tuple[str, ...]:
 def load_requests(trace: Trace, instance: str, engine: int | None, culprits: tuple[str, ...]) -> Requests:
     columns = trace.connection.execute(
         "SELECT rid, arrival_ns, ttft_ns, e2e_ns, queue_ns, prefill_ns, prompt_tokens, cached_tokens, output_tokens, "
-        "preemptions, klass FROM joined WHERE billed AND ttft_ns >= 0 AND e2e_ns >= ttft_ns "
+        "preemptions, klass, kv_transfer_ns, coalesce(h.fetch_ns, 0) AS fetch_ns, coalesce(h.fetched_ns, 0) AS fetched_ns, "
+        "coalesce(h.elsewhere, false) AS elsewhere FROM joined LEFT JOIN handoffs h USING (rid) WHERE billed AND ttft_ns >= 0 AND e2e_ns >= ttft_ns "
         "AND instance = $instance AND engine IS NOT DISTINCT FROM $engine ORDER BY rid",
         {"instance": instance, "engine": engine},
     ).fetchnumpy()
     index = {name: i for i, name in enumerate(culprits)}
     names, inverse = np.unique(np.asarray(columns.pop("klass")).astype(str), return_inverse=True)
     of_name = np.array([index.get(str(name), len(culprits) - 1) for name in names], dtype=np.intp)
-    exact = ("rid", "arrival_ns", "ttft_ns", "e2e_ns")
+    exact = ("rid", "arrival_ns", "ttft_ns", "e2e_ns", "fetch_ns", "fetched_ns")
     arrays: dict[str, Any] = {name: np.asarray(columns.pop(name), np.int64) for name in exact}
+    elsewhere = np.asarray(columns.pop("elsewhere"), bool)
     arrays |= {name: floats(values) for name, values in columns.items()}
-    return Requests(**arrays, culprit=of_name[inverse] if len(names) else np.empty(0, dtype=np.intp))
+    return Requests(
+        **arrays, elsewhere=elsewhere, culprit=of_name[inverse] if len(names) else np.empty(0, dtype=np.intp)
+    )
 
 
 def load_steps(
@@ -129,10 +139,10 @@ def load_steps(
     columns = trace.connection.execute(
         # An engine that counts from the start again has been started again; receipts may change places.
         "SELECT sum((iteration < before / 2)::INT) OVER (ORDER BY k) AS epoch, * EXCLUDE (k, iteration, before) FROM ("
-        "SELECT s.k, iteration, lag(iteration) OVER (ORDER BY s.k) AS before, s.start_ns, s.end_ns, prefill_requests, prefill_tokens, decode_requests, decode_tokens, running, waiting, "
-        f"kv_usage, late_ns, slow_ns, CASE WHEN p.k IS NULL THEN 0 ELSE 1 END AS paused, s.preempted, "
+        "SELECT s.k, iteration, lag(iteration) OVER (ORDER BY s.k) AS before, s.start_ns, s.end_ns, prefill_requests, prefill_tokens, decode_requests, decode_tokens, running, waiting, deferred, "
+        f"kv_usage, late_ns, slow_ns, g.inside_ns AS host_ns, g.before_ns, CASE WHEN p.k IS NULL THEN 0 ELSE 1 END AS paused, s.preempted, "
         f"list_position({list(BLOCKERS)}, s.blocked) - 1 AS blocked, {told[0]} "
-        f"FROM steps s LEFT JOIN step_evidence e ON e.k = s.k LEFT JOIN pauses p ON p.k = s.k {told[1]}"
+        f"FROM steps s LEFT JOIN step_evidence e ON e.k = s.k LEFT JOIN pauses p ON p.k = s.k LEFT JOIN host_gaps g ON g.k = s.k {told[1]}"
         "WHERE s.instance = $instance AND s.engine IS NOT DISTINCT FROM $engine) ORDER BY k",
         {"instance": instance, "engine": engine},
     ).fetchnumpy()

@@ -11,6 +11,7 @@ from tailscope.ledger.lines import Parts
 from tailscope.ledger.membership import Absences, Membership
 from tailscope.ledger.requests import Requests
 from tailscope.ledger.steps import Place
+from tailscope.ledger.unserved import Unserved
 from tailscope.stats import Floats, Ints
 from tailscope.store import Trace
 
@@ -58,11 +59,17 @@ class Stalls:
 
     Exactly where the schedule was recorded. Else only preemptions in its decode are known: from the gaps between the
     client's tokens where there are any; else from the steps in which the request must have been left out, which says
-    how long but not when.
+    how long but not when. `error_ns`: how far off the ends of steps are; None where it is not known that these requests ran
+    on this engine, so that nothing can be said of steps that gave them no token.
     """
 
     def __init__(
-        self, time: EngineTime, requests: Requests, gaps: Gaps, membership: Membership | None
+        self,
+        time: EngineTime,
+        requests: Requests,
+        gaps: Gaps,
+        membership: Membership | None,
+        error_ns: float | None = None,
     ) -> None:
         self._time, self._n = time, len(requests.rid)
         self._absences = None if membership is None else Absences(membership)
@@ -81,7 +88,16 @@ class Stalls:
         seen[row[mine]] = True
         self._unseen = np.flatnonzero((requests.preemptions > 0) & ~seen & ~told)
         first_ns = requests.arrival_ns + requests.ttft_ns
-        last_ns = first_ns + requests.phases()[3]
+        _, _, prefill_ns, decode_ns = requests.phases()
+        last_ns = first_ns + decode_ns
+        self._unserved: Unserved | None = None
+        if error_ns is not None:
+            scheduled_ns = np.where(requests.phases_known, first_ns - prefill_ns, first_ns)
+            # Who may have been preempted, and whose steps the schedule tells, is judged by neither count.
+            preemptions = np.where(told | np.isnan(requests.preemptions), 1.0, requests.preemptions)
+            self._unserved = Unserved(
+                time, scheduled_ns, first_ns, last_ns, requests.output_tokens, preemptions, error_ns
+            )
         self._first, self._last = (
             Place(time.steps, first_ns[self._unseen]),
             Place(time.steps, last_ns[self._unseen]),
@@ -96,8 +112,14 @@ class Stalls:
     def of(self, sums: Floats, *, decoding: bool) -> Floats:
         """What of a prefix sum lies in each request's stalls before, or after, its first token."""
         result = self._preempted(sums, decoding)
+        return result + self._left_out(sums, decoding)
+
+    def _left_out(self, sums: Floats, decoding: bool) -> Floats:
+        result = np.zeros(self._n)
         if self._absences is not None:
             result += self._absences.of(sums, decoding=decoding, preempted=False)
+        if self._unserved is not None:
+            result += self._unserved.of(sums, decoding=decoding)
         return result
 
     def _preempted(self, sums: Floats, decoding: bool) -> Floats:
@@ -115,9 +137,9 @@ class Stalls:
         time = self._time
         held = [self._preempted(sums, decoding) for sums in time.held_by]
         parts = by_holder("preempted", self._preempted(time.busy, decoding), held)
-        if self._absences is not None:
-            left_out = self._absences.of(time.busy, decoding=decoding, preempted=False)
-            by_class = [self._absences.of(sums, decoding=decoding, preempted=False) for sums in time.tile_by]
+        left_out = self._left_out(time.busy, decoding)
+        if left_out.any():
+            by_class = [self._left_out(sums, decoding) for sums in time.tile_by]
             parts |= {("starved", c): seconds for c, seconds in enumerate(by_class)}
             parts["starved", None] = np.maximum(left_out - np.sum(by_class, axis=0), 0.0)
         return parts

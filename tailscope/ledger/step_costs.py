@@ -77,7 +77,7 @@ def _rows(trace: Trace, instance: str, engine: int | None, lane: int, time: Engi
         place = np.maximum(np.searchsorted(end_ns, steps.end_ns, side="right") - 1, 0)
     own = (steps.own > 0) & (end_ns[place] == steps.end_ns)
     late_and_slow = np.diff(time.straggler_wait) + np.diff(time.slow_transfer)
-    beyond = np.diff(time.unexplained) + np.diff(time.pause)
+    beyond = np.diff(time.unexplained) + np.diff(time.pause) + time.host_beyond
     tile = np.diff(time.busy)
     return pa.table(
         {

@@ -33,11 +33,16 @@ class Steps:
     decode_tokens: Floats
     running: Floats
     waiting: Floats
+    #: Requests that wait for something else than room.
+    deferred: Floats
     kv_usage: Floats
     #: What the ranks' profiles say, ns; and whether something stood beside the step that stops an engine.
     late_ns: Floats
     slow_ns: Floats
     paused: Floats
+    #: Time at the beginning of a step, and just before it, in which its host had not begun it though there was work, ns.
+    host_ns: Floats
+    before_ns: Floats
     #: Tokens computed again after a preemption, whatever kind of tokens the engine counts them as.
     recompute_tokens: Floats
     #: How many of the engine's own steps each is: 1, or 0 where it only ran along with others.

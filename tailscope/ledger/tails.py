@@ -62,7 +62,7 @@ def compared(
     decodes = output > 1
     shares = np.where(decodes, 1 / np.maximum(output - 1, 1), 0.0)
     tpot = per_token(ttft, e2e, output)
-    typical_ttft, typical_tpot = _typical(ttft, _alike(computed)), _typical_of(tpot, decodes)
+    typical_ttft, typical_tpot = _typical(ttft, alike(computed)), _typical_of(tpot, decodes)
     # Where it is not known how many tokens an answer had there is no decode per token.
     typical_rest = _typical_of(e2e - ttft, ~decodes)
     for metric, values, inside in (("TTFT", ttft, None), ("TPOT", tpot, decodes), ("E2E", e2e, None)):
@@ -84,6 +84,23 @@ def compared(
             decode = share - typical_tpot * shares * tokens - typical_rest * share[~decodes].sum()
         excess = float(before @ ttft + decode @ (e2e - ttft))
         yield replace(row, excess_s=excess), among, Members(before, decode, everyone)
+
+
+def compared_alike(
+    klass: str,
+    metric: str,
+    observer: str,
+    arrivals: NDArray[np.int64],
+    values: Floats,
+    like: NDArray[np.int64],
+) -> tuple[ClassRow, Members | None]:
+    """A population's row by one latency alone, all of it one time, and its tail against the typical ones alike to it."""
+    row, tail = describe(klass, metric, observer, values, arrivals)
+    if tail is None:
+        return row, None
+    share = tail / tail.sum()
+    weights = share - _typical(values, like)(share)
+    return replace(row, excess_s=float(weights @ values)), Members(weights, weights, tail)
 
 
 def _typical(values: Floats, like: NDArray[np.int64]) -> Callable[[Floats], Floats]:
@@ -179,7 +196,7 @@ def _slowest(values: Floats) -> tuple[str, NDArray[np.bool_]]:
     return f"slowest {count}", tail
 
 
-def _alike(tokens: Floats) -> NDArray[np.int64]:
+def alike(tokens: Floats) -> NDArray[np.int64]:
     """Lengths alike: within a factor of two."""
     return np.asarray(np.floor(np.log2(np.maximum(tokens, 1))), dtype=np.int64)
 

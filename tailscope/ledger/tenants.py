@@ -95,6 +95,7 @@ def write_tenants(trace: Trace, ledger: Ledger) -> None:
         trace.connection.execute(_GAPS)
         size = int(load.rid.max(initial=-1)) + 1
         parts, of_gaps = divided(trace, ledger, len(names), size, trace.count("tenant_gaps"))
+        _forgive(load, parts, len(names))
         suspects, of_class = _suspects(trace, load, parts, names)
         blame += _by_requests(trace, load, parts, names, suspects, of_class)
         blame += _by_gaps(trace, of_gaps, names, suspects)
@@ -147,6 +148,7 @@ class _Load:
 
     rid: Ints
     tenant: Ints
+    priority: Ints
     arrival_ns: Ints
     ttft_ns: Ints
     e2e_ns: Ints
@@ -157,12 +159,12 @@ class _Load:
     @staticmethod
     def of(trace: Trace) -> _Load:
         columns = trace.connection.execute(
-            "SELECT j.rid, t.number AS tenant, arrival_ns, ttft_ns, e2e_ns, "
+            "SELECT j.rid, t.number AS tenant, coalesce(priority, 0) AS priority, arrival_ns, ttft_ns, e2e_ns, "
             "coalesce(prompt_tokens - coalesce(cached_tokens, 0), 0) AS computed, coalesce(prompt_tokens, 0) AS prompt, "
             "coalesce(output_tokens, 0) AS output FROM joined j JOIN tenant_of t USING (rid) "
             "WHERE billed AND ttft_ns >= 0 AND e2e_ns >= ttft_ns ORDER BY j.rid"
         ).fetchnumpy()
-        whole = ("rid", "tenant", "arrival_ns", "ttft_ns", "e2e_ns")
+        whole = ("rid", "tenant", "priority", "arrival_ns", "ttft_ns", "e2e_ns")
         arrays: dict[str, Any] = {name: np.asarray(columns.pop(name), np.int64) for name in whole}
         arrays |= {name: np.asarray(values, np.float64) for name, values in columns.items()}
         return _Load(**arrays)
@@ -204,6 +206,17 @@ def _running(starts: Ints, ends: Ints, amount: Floats) -> tuple[Ints, Floats]:
     # What leaves at an instant makes room for what comes at it.
     order = np.lexsort((change, times))
     return times[order], np.cumsum(change[order])
+
+
+def _forgive(load: _Load, parts: Parts, tenants: int) -> None:
+    """Who asked to be served after others, by its priority, waits for them as it wanted: for what is scarce it blames none of a
+    better one. Lower numbers are served first."""
+    for number in range(tenants):
+        mine = load.tenant == number
+        if mine.any():
+            after = load.rid[load.priority > np.median(load.priority[mine])]
+            for kind in (*SCARCE, "preempted"):
+                parts[kind][number, after] = 0.0
 
 
 # -- whose pain it was ---------------------------------------------------------------------------

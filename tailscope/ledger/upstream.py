@@ -40,6 +40,7 @@ WITH seen AS (
            client_ttft_ns AS before_ns, client_e2e_ns - client_ttft_ns AS after_ns,
            CASE WHEN outer_view = 'gateway' THEN client_ttft_ns ELSE gateway_ttft_ns END AS gateway_before_ns,
            CASE WHEN outer_view = 'gateway' THEN client_e2e_ns - client_ttft_ns ELSE gateway_e2e_ns - gateway_ttft_ns END AS gateway_after_ns,
+           CASE WHEN outer_view = 'client' AND gateway_ttft_ns IS NULL THEN gateway_e2e_ns END AS gateway_whole_ns,
            coalesce(prompt_tokens - coalesce(cached_tokens, 0), 0) AS computed, coalesce(output_tokens, 0) AS output
     FROM joined
     WHERE billed AND engine_saw AND outer_view IS NOT NULL AND coalesce(status, 'ok') = 'ok'
@@ -48,17 +49,28 @@ WITH seen AS (
 -- A view inside another cannot be the longer one.
 nested AS (
     SELECT *, least(ttft_ns, before_ns) AS engine_before_ns, least(decode_ns, after_ns) AS engine_after_ns,
-           gateway_before_ns IS NOT NULL AND coalesce(gateway_after_ns >= 0, false) AS has_gateway
+           gateway_before_ns IS NOT NULL AND coalesce(gateway_after_ns >= 0, false) OR gateway_whole_ns IS NOT NULL AS has_gateway
     FROM seen
+),
+-- An access log knows no first token: what it adds to the whole lies before and after it as what the client saw beyond the engine.
+whole AS (
+    SELECT *, before_ns - engine_before_ns AS beyond_before_ns, before_ns + after_ns - engine_before_ns - engine_after_ns AS beyond_ns,
+           greatest(least(gateway_whole_ns, before_ns + after_ns) - engine_before_ns - engine_after_ns, 0) AS whole_ns
+    FROM nested
+),
+divided AS (
+    SELECT *, CASE WHEN beyond_ns > 0 THEN (whole_ns::HUGEINT * beyond_before_ns // beyond_ns)::BIGINT ELSE 0 END AS whole_before_ns FROM whole
 )
 SELECT rid, klass, instance, observer, arrival_ns, client_arrival_ns, before_ns, after_ns, ttft_ns, decode_ns, computed, output,
        engine_before_ns, engine_after_ns, has_gateway,
-       CASE WHEN has_gateway THEN least(greatest(gateway_before_ns, engine_before_ns), before_ns) - engine_before_ns ELSE 0 END AS in_gateway_before_ns,
-       CASE WHEN has_gateway THEN least(greatest(gateway_after_ns, engine_after_ns), after_ns) - engine_after_ns ELSE 0 END AS in_gateway_after_ns,
+       CASE WHEN gateway_whole_ns IS NOT NULL THEN whole_before_ns
+            WHEN has_gateway THEN least(greatest(gateway_before_ns, engine_before_ns), before_ns) - engine_before_ns ELSE 0 END AS in_gateway_before_ns,
+       CASE WHEN gateway_whole_ns IS NOT NULL THEN whole_ns - whole_before_ns
+            WHEN has_gateway THEN least(greatest(gateway_after_ns, engine_after_ns), after_ns) - engine_after_ns ELSE 0 END AS in_gateway_after_ns,
        greatest(ttft_ns - before_ns, 0) + greatest(decode_ns - after_ns, 0) AS scaled_ns,
        -- Chunks that come late and the next ones at once shift time between the two parts; the whole cannot be shorter.
        greatest(ttft_ns - before_ns, ttft_ns + decode_ns - before_ns - after_ns, 0) AS longer_ns
-FROM nested
+FROM divided
 """
 _LINES = """
 CREATE OR REPLACE TEMP VIEW client_lines AS

@@ -19,6 +19,8 @@ from tailscope.store import Trace
 #: Collectives that nobody leaves before all have come. Others give no arrivals to compare.
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "barrier", "all_to_all")
 EXCHANGE = KINDS.index("all_to_all")
+#: Those that all ranks leave at one time: an exchange of unequal parts ends when each has its own.
+SYNCHRONISING = [kind for kind in range(len(KINDS)) if kind != EXCHANGE]
 #: Phases that work between collectives is told apart by; what is in none is `other`. `idle`: nothing runs on the GPU.
 WORK = ("expert", "attention", "router", "moe", "other", "idle")
 NAMED = ("expert", "attention", "router", "moe")

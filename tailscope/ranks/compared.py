@@ -2,8 +2,8 @@
 
 `rank_windows`: a row per profile and window; `windows`: a row per window. `rank_clocks`: the clock of each rank in each
 window. `rank_rounds`: a row per rank and collective, with arrival, wait and transfer. `step_replays`: what each step of a
-window would take if something were otherwise; `rank_costs`: what it would be shorter without one rank's lateness;
-`rank_path`: whose work is on its critical path. `rank_steps`: which step of the engine each step of a profile is.
+window would take if something were otherwise; `rank_costs`: what it would be shorter without one rank's lateness,
+`link_costs` if one rank's link were like the others'; `rank_path`: whose work is on its critical path. `rank_steps`: which step of the engine each step of a profile is.
 `step_evidence`: what the profiles say of the engine's steps: time lost to a late rank, to slow transfers. `pauses`: steps
 beside which something stood that stops an engine.
 """
@@ -18,7 +18,15 @@ import pyarrow as pa
 from tailscope.align import Scope, sql_of
 from tailscope.ranks.collectives import WORK
 from tailscope.ranks.phases import write_phases
-from tailscope.ranks.replay import AS_IT_WAS, BALANCED, NO_SKEW, SHARED, USUAL_TRANSFERS, Replayed
+from tailscope.ranks.replay import (
+    AS_IT_WAS,
+    AS_THEY_LEFT,
+    BALANCED,
+    NO_SKEW,
+    SHARED,
+    USUAL_TRANSFERS,
+    Replayed,
+)
 from tailscope.ranks.waits import WindowWaits, compare, whole
 from tailscope.ranks.windows import Window, find_windows
 from tailscope.store import Trace, schema_of
@@ -86,7 +94,6 @@ _ROUNDS = schema_of(
         "is_shortest": pa.bool_(),
         "caused_ns": pa.int64(),
         "own_ns": pa.int64(),
-        "left_late_ns": pa.int64(),
         "error_ns": pa.float64(),
         "late_phase": pa.string(),
         "phase_work_ns": pa.int64(),
@@ -102,11 +109,21 @@ _STEP_REPLAYS = schema_of(
         "no_skew_ns": pa.int64(),
         "usual_transfers_ns": pa.int64(),
         "balanced_ns": pa.int64(),
+        "as_left_ns": pa.int64(),
         "transfer_ns": pa.int64(),
     }
 )
 _RANK_COSTS = schema_of(
     {"window": pa.int64(), "at_step": pa.int64(), "rank": pa.int64(), "saved_ns": pa.int64()}
+)
+_LINK_COSTS = schema_of(
+    {
+        "window": pa.int64(),
+        "at_step": pa.int64(),
+        "rank": pa.int64(),
+        "late": pa.bool_(),
+        "saved_ns": pa.int64(),
+    }
 )
 _RANK_PATH = schema_of(
     {"window": pa.int64(), "rank": pa.int64(), "phase": pa.string(), "work_ns": pa.int64()}
@@ -117,6 +134,7 @@ FILLED = {
     "rank_rounds": _ROUNDS,
     "step_replays": _STEP_REPLAYS,
     "rank_costs": _RANK_COSTS,
+    "link_costs": _LINK_COSTS,
     "rank_path": _RANK_PATH,
 }
 
@@ -157,16 +175,19 @@ def write_ranks(trace: Trace, scope: Scope) -> None:
     trace.create("rank_windows", pa.Table.from_pylist(about, schema=_WINDOWS))
     trace.create("rank_clocks", pa.Table.from_pylist(clocks, schema=_CLOCKS))
     write_phases(trace, windows)
-    for name in ("windows", "rank_steps", "step_evidence", "pauses"):
+    for name in ("windows", "rank_steps", "step_evidence", "pauses", "host_gaps"):
         trace.connection.execute(sql_of(__package__, name))
 
 
 def _costs(window: Window, replayed: Replayed) -> dict[str, pa.Table]:
-    """Rows of `step_replays`, `rank_costs` and `rank_path`."""
-    duration = replayed.duration_ns
-    saved = duration[:, [AS_IT_WAS]] - duration[:, SHARED:]
+    """Rows of `step_replays`, `rank_costs`, `link_costs` and `rank_path`."""
+    duration, of_links = replayed.duration_ns, SHARED + len(replayed.without)
+    saved = duration[:, [AS_IT_WAS]] - duration[:, SHARED:of_links]
+    by_link = duration[:, [AS_THEY_LEFT]] - duration[:, of_links:]
     # Also what is 0: a rank without rows was not asked about.
     step, candidate = np.nonzero(np.ones_like(saved, bool))
+    link_step, link = np.nonzero(np.ones_like(by_link, bool))
+    links = np.array(replayed.links, np.int64).reshape(-1, 2)[link]
     rank, phase = np.nonzero(replayed.path_ns >= 0.5)
     ranks = np.array(window.ranks)
     steps = {
@@ -175,6 +196,7 @@ def _costs(window: Window, replayed: Replayed) -> dict[str, pa.Table]:
         "no_skew_ns": whole(duration[:, NO_SKEW]),
         "usual_transfers_ns": whole(duration[:, USUAL_TRANSFERS]),
         "balanced_ns": whole(duration[:, BALANCED]),
+        "as_left_ns": whole(duration[:, AS_THEY_LEFT]),
         "transfer_ns": whole(replayed.path_transfer_ns),
     }
     costs = {
@@ -182,12 +204,23 @@ def _costs(window: Window, replayed: Replayed) -> dict[str, pa.Table]:
         "rank": ranks[replayed.without][candidate],
         "saved_ns": whole(saved[step, candidate]),
     }
+    of_link = {
+        "at_step": replayed.step[link_step],
+        "rank": ranks[links[:, 0]],
+        "late": links[:, 1].astype(bool),
+        "saved_ns": whole(by_link[link_step, link]),
+    }
     path = {
         "rank": ranks[rank],
         "phase": [WORK[i] for i in phase],
         "work_ns": whole(replayed.path_ns[rank, phase]),
     }
-    tables: dict[str, dict[str, Any]] = {"step_replays": steps, "rank_costs": costs, "rank_path": path}
+    tables: dict[str, dict[str, Any]] = {
+        "step_replays": steps,
+        "rank_costs": costs,
+        "link_costs": of_link,
+        "rank_path": path,
+    }
     return {
         name: pa.table({"window": pa.repeat(pa.scalar(window.number), len(columns[some])), **columns})
         for name, columns, some in ((n, c, next(iter(c))) for n, c in tables.items())

@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from tailscope.ranks.clocks import MAD_TO_SIGMA
+from tailscope.ranks.collectives import SYNCHRONISING
 from tailscope.ranks.sequence import Floats, Ints, Match, Sequence, nothing
 
 #: How many collectives one profile may begin before another.
@@ -25,16 +26,22 @@ SLACK_NS = 50_000
 #: Ends that agree by chance are fewer.
 LEAST_AGREE = 3
 MOST_PEAKS = 64
+#: So many collectives that end together on all ranks tell the offset without the others.
+ENOUGH_TOGETHER = 32
 CHANCE_DEVIATIONS = 4.0
 
 
-def match_by_ends(one: Sequence, other: Sequence, shared_clock: bool) -> Match:
+def match_by_ends(one: Sequence, other: Sequence, shared_clock: bool, apart_ns: float | None = None) -> Match:
     """By the times of the ends, which nearly agree: first the offset of the clocks at which most do, then, from there on
-    outwards, each end with the one next to it. What was dropped stays unmatched, and drift is followed."""
+    outwards, each end with the one next to it. What was dropped stays unmatched, and drift is followed.
+
+    `apart_ns`: the other's clock less the one's, where something else told it: where a link is slow ends do not agree.
+    """
     total = len(one.kind) + len(other.kind)
-    if shared_clock and _in_step(one, other):
+    told = 0.0 if shared_clock else apart_ns
+    if told is not None and _in_step(one, other, told):
         every = np.arange(len(one.kind))
-        return Match(every, every, 0.0, 0)
+        return Match(every, every, told, 0)
     middle = len(one.kind) // 2
     block = np.arange(max(0, middle - BLOCK // 2), min(len(one.kind), middle + BLOCK // 2))
     found = _offset(one, other, block, shared_clock)
@@ -57,13 +64,13 @@ def match_by_ends(one: Sequence, other: Sequence, shared_clock: bool) -> Match:
     return Match(mine, matched, first_offset, total - 2 * len(mine))
 
 
-def _in_step(one: Sequence, other: Sequence) -> bool:
+def _in_step(one: Sequence, other: Sequence, apart_ns: float) -> bool:
     """Whether both hold the same collectives from the first to the last, by kind and by who was in them at one time."""
     return bool(
         len(one.kind) == len(other.kind)
         and (one.kind == other.kind).all()
-        and (one.start_ns <= other.end_ns + SLACK_NS).all()
-        and (other.start_ns <= one.end_ns + SLACK_NS).all()
+        and (one.start_ns <= other.end_ns - apart_ns + SLACK_NS).all()
+        and (other.start_ns - apart_ns <= one.end_ns + SLACK_NS).all()
     )
 
 
@@ -158,7 +165,12 @@ def _offset(one: Sequence, other: Sequence, block: Ints, shared_clock: bool) -> 
     Where steps repeat to the ns several offsets look alike: the smallest is taken, as clocks are set by NTP.
     """
     low, high = max(0, block[0] - MOST_LAG), min(len(other.kind), block[-1] + 1 + MOST_LAG)
-    same = one.kind[block, None] == other.kind[None, low:high]
+    mine = one.kind[block]
+    # Where some end together on all ranks, others may end apart, each time by as much: by a slow link.
+    together = np.isin(mine, SYNCHRONISING)
+    if np.sum(together) >= ENOUGH_TOGETHER:
+        block, mine = block[together], mine[together]
+    same = mine[:, None] == other.kind[None, low:high]
     apart = np.sort((other.end_ns[None, low:high] - one.end_ns[block, None])[same]).astype(np.float64)
     if not len(apart):
         return None

@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tailscope.ranks.collectives import COMBINE, DISPATCH, EXCHANGE, KINDS, RankCollectives
+from tailscope.ranks.clocks import median_of
+from tailscope.ranks.collectives import (
+    COMBINE,
+    DISPATCH,
+    EXCHANGE,
+    KINDS,
+    SYNCHRONISING,
+    RankCollectives,
+)
 from tailscope.ranks.rounds import match
 from tailscope.ranks.sequence import UNKNOWN, Ints, Sequence
 from tailscope.ranks.windows import Window
@@ -32,6 +40,9 @@ class Group:
     def some(self, rounds: slice) -> Group:
         return Group(self.name, self.complete, self.place[:, rounds])
 
+
+#: Rounds that clocks are told by, evenly taken: only who was in a collective at one time is asked of them.
+MOST_TOLD = 4_096
 
 #: A group: its name, the ranks it has by the profile, how many there should be (0: not known).
 Key = tuple[str, tuple[int, ...], int]
@@ -78,24 +89,54 @@ def match_groups(window: Window, ranks: list[RankCollectives]) -> tuple[list[Gro
     for i, keys in enumerate(of_rank):
         for key in keys:
             members.setdefault(key, []).append(i)
-    groups, unmatched = [], 0
-    for key in sorted(members):
-        sequences = {i: _sequence(ranks[i], of_rank[i][key]) for i in members[key]}
-        group, alone = _matched(window, key, len(ranks), sequences)
-        groups.append(group)
-        unmatched += alone
-    return groups, unmatched
+    found: dict[Key, Group] = {}
+    unmatched = 0
+    clocks: dict[int, float] = {}
+    # What is numbered needs no clocks, and tells them.
+    for numbered in (True, False):
+        for key in sorted(members):
+            sequences = {i: _sequence(ranks[i], of_rank[i][key]) for i in members[key]}
+            if numbered != all((sequence.seq >= 0).all() for sequence in sequences.values()):
+                continue
+            found[key], alone = _matched(window, key, len(ranks), sequences, clocks)
+            unmatched += alone
+            if numbered and len(sequences) > len(clocks):
+                clocks = _told(found[key], ranks) or clocks
+    return [found[key] for key in sorted(found)], unmatched
 
 
-def _matched(window: Window, key: Key, ranks: int, sequences: dict[int, Sequence]) -> tuple[Group, int]:
-    """A group's collectives on all its ranks, against those of the rank that has most; how many stay alone."""
+def _told(group: Group, ranks: list[RankCollectives]) -> dict[int, float]:
+    """The clocks of a group's ranks against that of its first, by collectives that all leave at one time; none where there
+    are no such."""
+    together = np.isin(
+        common(gather(group, [r.columns["kind"] for r in ranks], missing=UNKNOWN)), SYNCHRONISING
+    )
+    rounds = np.flatnonzero(together)
+    some = Group(group.name, group.complete, group.place[:, rounds[:: max(1, len(rounds) // MOST_TOLD)]])
+    end = gather(some, [r.end_ns for r in ranks])
+    members = np.flatnonzero(np.isfinite(end).any(axis=1))
+    if not len(members):
+        return {}
+    apart = median_of((end - end[members[0]]).T)
+    return {int(i): float(apart[i]) for i in members if np.isfinite(apart[i])}
+
+
+def _matched(
+    window: Window, key: Key, ranks: int, sequences: dict[int, Sequence], clocks: dict[int, float]
+) -> tuple[Group, int]:
+    """A group's collectives on all its ranks, against those of the rank that has most; how many stay alone. `clocks`: of
+    ranks, as far as other groups told them."""
     reference = max(sequences, key=lambda i: len(sequences[i].kind))
     place = np.full((ranks, len(sequences[reference].kind)), UNKNOWN, np.int32)
     place[reference] = sequences[reference].index
     others = [i for i in sequences if i != reference]
+    apart = {i: clocks[i] - clocks[reference] for i in others if i in clocks and reference in clocks}
     with ThreadPoolExecutor(BESIDE) as pool:
         matches = pool.map(
-            lambda i: match(sequences[reference], sequences[i], shared_clock=window.one_host), others
+            lambda i: match(
+                sequences[reference], sequences[i], shared_clock=window.one_host, apart_ns=apart.get(i)
+            ),
+            others,
         )
         for i, pairs in zip(others, matches, strict=True):
             place[i, pairs.one] = sequences[i].index[pairs.other]

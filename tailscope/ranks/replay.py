@@ -6,6 +6,9 @@ al., OSDI 2025, section 3). Lateness goes on through the groups, so a rank that 
 kept it waiting before is charged with nothing (delay cost of Böhme et al., ACM TOPC 3(2), 2016). Work and transfers are durations
 on one clock each: no clock's offset is in the result.
 
+Of links that is not so. Who receives slowly leaves late, and who sends slowly leaves before all others, who wait for it: on the
+window's clock a rank leaves so long after the last has come, and would with the others if its link were like theirs.
+
 What the replay leaves out: that other batches would have been scheduled. A saving is an upper bound.
 """
 
@@ -13,21 +16,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from tailscope.ranks.clocks import median_of, median_of_others
 from tailscope.ranks.collectives import EXPERT, OTHER, WORK, RankCollectives
-from tailscope.ranks.groups import Group, gather
-from tailscope.ranks.sequence import Floats, Ints
+from tailscope.ranks.groups import Group, common, gather
+from tailscope.ranks.sequence import UNKNOWN, Floats, Ints
 
 #: Ranks whose lateness is taken away one at a time: those with most of it, and with no less than so much of the most.
 CANDIDATES, CANDIDATE_SHARE = 8, 0.25
 #: Numbers held at a time for one array of a chunk of steps.
 CHUNK = 2_000_000
-#: Scenarios before those of single ranks: as it was, without skew, usual transfers, balanced experts.
-AS_IT_WAS, NO_SKEW, USUAL_TRANSFERS, BALANCED = range(4)
-SHARED = 4
+#: Scenarios before those of single ranks: as it was, without skew, usual transfers, balanced experts; and as it was where
+#: each rank leaves when it did, which those of single links are held against.
+AS_IT_WAS, NO_SKEW, USUAL_TRANSFERS, BALANCED, AS_THEY_LEFT = range(5)
+SHARED = 5
+#: Links looked at: those of the ranks whose exits differ most from the others'.
+LINKS = 4
 
 
 @dataclass(frozen=True)
@@ -49,22 +56,36 @@ class Rounds:
         return Rounds(group, self.step[which], *(value[which] for value in times))
 
 
+class Link(NamedTuple):
+    """A rank's place, and whether it leaves after the others (what it receives is slow) or before them (what it sends is)."""
+
+    rank: int
+    late: bool
+
+
 @dataclass(frozen=True)
 class Replayed:
-    """`step`: labels; `duration_ns`: steps x scenarios, those of SHARED, then one for each of `without`, ranks' places.
+    """`step`: labels; `duration_ns`: steps x scenarios, those of SHARED, then one for each of `without`, ranks' places, then one
+    for each of `links`.
 
     `path_ns`: ranks x WORK: work on the steps' critical paths; `path_transfer_ns`: the transfers there, each step's.
     """
 
     step: Ints
     without: list[int]
+    links: list[Link]
     duration_ns: Floats
     path_ns: Floats
     path_transfer_ns: Floats
 
 
-def replay(rounds: Sequence[Rounds], ranks: Sequence[RankCollectives]) -> Replayed | None:
-    """Replay the labelled rounds of complete groups; None where there are none. Cost is linear in rounds x ranks."""
+def replay(
+    rounds: Sequence[Rounds], ranks: Sequence[RankCollectives], telling: Sequence[int] = ()
+) -> Replayed | None:
+    """Replay the labelled rounds of complete groups; None where there are none. Cost is linear in rounds x ranks.
+
+    `telling`: kinds of collectives whose ends tell who leaves late, beside the clocks.
+    """
     rounds = [r for r in rounds if r.group.complete and (r.step >= 0).any()]
     if not rounds:
         return None
@@ -74,16 +95,16 @@ def replay(rounds: Sequence[Rounds], ranks: Sequence[RankCollectives]) -> Replay
     order = np.lexsort((np.concatenate([r.last_ns for r in rounds]), step))
     order = order[step[order] >= 0]
     number, index, step = number[order], index[order], step[order]
-    candidates = _candidates(rounds, ranks)
+    candidates, links = _candidates(rounds, ranks), _links(rounds, ranks, telling)
     labels, first = np.unique(step, return_index=True)
-    durations = np.zeros((len(labels), SHARED + len(candidates)))
+    durations = np.zeros((len(labels), SHARED + len(candidates) + len(links)))
     path_transfer = np.zeros(len(labels))
     path = np.zeros((len(ranks), len(WORK)))
     for members, rows in _alike(number, first, len(step), len(ranks)):
-        chunk = _Chunk(rounds, ranks, number[rows[0]], index[rows])
-        durations[members] = chunk.durations(candidates)
+        chunk = _Chunk(rounds, ranks, number[rows[0]], index[rows], telling)
+        durations[members] = chunk.durations(candidates, links)
         path_transfer[members] = chunk.add_path(path)
-    return Replayed(labels, candidates, durations, path, path_transfer)
+    return Replayed(labels, candidates, links, durations, path, path_transfer)
 
 
 def _candidates(rounds: Sequence[Rounds], ranks: Sequence[RankCollectives]) -> list[int]:
@@ -94,6 +115,20 @@ def _candidates(rounds: Sequence[Rounds], ranks: Sequence[RankCollectives]) -> l
         late += np.nansum(np.maximum(work - median_of(work), 0.0), axis=1)
     most = np.argsort(-late, kind="stable")[:CANDIDATES]
     return sorted(int(i) for i in most if late[i] > 0 and late[i] >= CANDIDATE_SHARE * late[most[0]])
+
+
+def _links(rounds: Sequence[Rounds], ranks: Sequence[RankCollectives], telling: Sequence[int]) -> list[Link]:
+    """The links of the ranks that leave farthest from the others, as a rule."""
+    if not telling:
+        return []
+    apart = [np.full((len(ranks), 1), np.nan)]
+    for r in rounds:
+        kind = common(gather(r.group, [rank.columns["kind"] for rank in ranks], missing=UNKNOWN))
+        end = gather(r.group, [rank.end_ns for rank in ranks])[:, np.isin(kind, telling)]
+        apart.append(end - median_of_others(end))
+    usual = np.nan_to_num(median_of(np.hstack(apart).T))
+    most = np.argsort(-np.abs(usual), kind="stable")[:LINKS]
+    return [Link(int(rank), bool(usual[rank] > 0)) for rank in most if usual[rank]]
 
 
 def _alike(number: Ints, first: Ints, rounds: int, ranks: int) -> Iterator[tuple[Ints, Ints]]:
@@ -116,7 +151,12 @@ class _Chunk:
     """Some steps of one pattern. Arrays are by position in the pattern, of steps x members of the group that meets there."""
 
     def __init__(
-        self, rounds: Sequence[Rounds], ranks: Sequence[RankCollectives], pattern: Ints, index: Ints
+        self,
+        rounds: Sequence[Rounds],
+        ranks: Sequence[RankCollectives],
+        pattern: Ints,
+        index: Ints,
+        telling: Sequence[int],
     ) -> None:
         self.ranks, self.steps = len(ranks), len(index)
         self.members: list[Ints] = []
@@ -125,6 +165,8 @@ class _Chunk:
         self.phases: list[Floats] = []
         self.transfer: list[Floats] = []
         self.usual: list[Floats] = []
+        #: From when the last came to when each rank left, where that tells something; else the transfer.
+        self.leaves: list[Floats] = []
         #: Who came last, as it was; and who was last of all at the step's end.
         self.last: list[Ints] = []
         self.end = np.zeros(self.steps, np.int64)
@@ -149,13 +191,16 @@ class _Chunk:
             self.phases.append(np.nan_to_num(np.stack(by_phase, axis=2)))
             self.transfer.append(r.transfer_ns[at])
             self.usual.append(np.fmin(r.usual_ns[at], r.transfer_ns[at]))
+            kind = common(gather(part, [rank.columns["kind"] for rank in some], missing=UNKNOWN))
+            leaves = left[:, members] - r.last_ns[at][:, None]
+            self.leaves.append(np.where(np.isin(kind, telling)[:, None], leaves, r.transfer_ns[at][:, None]))
 
-    def durations(self, candidates: Sequence[int]) -> Floats:
+    def durations(self, candidates: Sequence[int], links: Sequence[Link]) -> Floats:
         """steps x scenarios, ns; keeps who came last as it was."""
-        scenarios = SHARED + len(candidates)
+        scenarios = SHARED + len(candidates) + len(links)
         free = np.zeros((self.steps, self.ranks, scenarios))
-        for members, work, phases, transfer, usual in zip(
-            self.members, self.work, self.phases, self.transfer, self.usual, strict=True
+        for members, work, phases, transfer, usual, leaves in zip(
+            self.members, self.work, self.phases, self.transfer, self.usual, self.leaves, strict=True
         ):
             took = np.repeat(work[:, :, None], scenarios, axis=2)
             even = np.fmin(work, median_of_others(work.T).T)
@@ -169,9 +214,18 @@ class _Chunk:
             arrival = free[:, members] + took
             arrival[np.isnan(work)] = -np.inf
             self.last.append(members[np.argmax(arrival[:, :, AS_IT_WAS], axis=1)])
-            takes = np.repeat(transfer[:, None], scenarios, axis=1)
-            takes[:, USUAL_TRANSFERS] = usual
-            free[:, members] = (arrival.max(axis=1) + takes)[:, None]
+            takes = np.repeat(np.broadcast_to(transfer[:, None], work.shape)[:, :, None], scenarios, axis=2)
+            takes[:, :, USUAL_TRANSFERS] = usual[:, None]
+            takes[:, :, [AS_THEY_LEFT, *range(SHARED + len(candidates), scenarios)]] = leaves[:, :, None]
+            for number, link in enumerate(links, SHARED + len(candidates)):
+                at = int(np.searchsorted(members, link.rank))
+                if at < len(members) and members[at] == link.rank:
+                    mine = leaves[:, at]
+                    if link.late:
+                        takes[:, at, number] = np.fmin(mine, median_of_others(leaves.T)[at])
+                    else:
+                        takes[:, :, number] = np.fmin(leaves, mine[:, None])
+            free[:, members] = arrival.max(axis=1)[:, None] + takes
         self.end = np.argmax(free[:, :, AS_IT_WAS], axis=1)
         return np.asarray(free.max(axis=1))
 

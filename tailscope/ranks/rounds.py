@@ -8,13 +8,14 @@ from tailscope.ranks.ends import match_by_ends
 from tailscope.ranks.sequence import Ints, Match, Sequence, nothing
 
 
-def match(one: Sequence, other: Sequence, *, shared_clock: bool) -> Match:
-    """Pair the collectives of two ranks. `offset_ns` is the other's clock less the one's, as the ends suggest."""
+def match(one: Sequence, other: Sequence, *, shared_clock: bool, apart_ns: float | None = None) -> Match:
+    """Pair the collectives of two ranks. `offset_ns` is the other's clock less the one's, as the ends suggest; `apart_ns`: what
+    other collectives of theirs told of that."""
     if not len(one.kind) or not len(other.kind):
         return Match(nothing(), nothing(), 0.0, len(one.kind) + len(other.kind))
     if (one.seq >= 0).all() and (other.seq >= 0).all():
         return _by_number(one, other)
-    return match_by_ends(one, other, shared_clock)
+    return match_by_ends(one, other, shared_clock, apart_ns)
 
 
 def _by_number(one: Sequence, other: Sequence) -> Match:

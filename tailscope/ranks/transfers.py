@@ -25,6 +25,9 @@ LIES_WITHIN, MOST_LIE = 0.3, 0.6
 FAR_ABOVE, SIZES_SPREAD = 1.6, 0.1
 #: It is a slow time if so many of the rounds of other sizes beside are far above theirs.
 SLOW_BESIDE = 0.5
+#: Slow times are few and long: of a size's transfers in their order, runs of long ones and of short ones are at most so many
+#: of those that chance would make.
+FEW_RUNS = 0.25
 #: Of all ranks' time in a collective the share that is waiting, from which skew dominates, and up to which the transfer does.
 SKEW_DOMINATED, TRANSFER_DOMINATED = 2 / 3, 1 / 3
 #: What a collective's time is mostly (vLLM's RFC 52777 has these four).
@@ -40,8 +43,8 @@ def against_usual(kind: Floats, size: Floats, transfer: Floats, skew: Floats) ->
     """(usual, slow) of each round's transfer, ns; all arrays are of one value a round, `size` is that of `size_class`.
 
     `usual`: the median of transfers of its kind and size, of the half of the rounds whose ranks came together most,
-    where there are enough; where that is far above what other sizes of the kind foretell, and so are rounds of those at
-    the time, or there are too few, what they foretell; NaN where nothing does. `slow`: what a transfer took beyond, where that
+    where there are enough; where those of a size are of two lengths, each for a time, that of the shorter; where that is far above what other sizes of the kind foretell, and so are rounds of those at
+    the time, or there are too few, what they foretell; so too for rounds in the middle of slow ones; NaN where nothing does. `slow`: what a transfer took beyond, where that
     is beyond their spread and half of it.
     """
     usual, slow = np.full(len(transfer), np.nan), np.zeros(len(transfer))
@@ -52,7 +55,8 @@ def against_usual(kind: Floats, size: Floats, transfer: Floats, skew: Floats) ->
         of_size = of_size.reshape(-1)
         least = np.array([foretold(value) for value in sizes])
         with np.errstate(invalid="ignore"):
-            beside = _beside(of_size, transfer[rounds] > FAR_ABOVE * least[of_size])
+            far_above = transfer[rounds] > FAR_ABOVE * least[of_size]
+        beside = _beside(of_size, far_above)
         order = np.argsort(of_size, kind="stable")
         for which, places in enumerate(np.split(order, np.flatnonzero(np.diff(of_size[order])) + 1)):
             members = rounds[places]
@@ -66,12 +70,55 @@ def against_usual(kind: Floats, size: Floats, transfer: Floats, skew: Floats) ->
             )
             middle = float(np.median(base))
             deviation = spread(base - middle)
+            if (lower := None if few else _lower_mode(values, float(least[which]))) and lower[0] < middle:
+                middle, deviation = lower
             if few or (middle > FAR_ABOVE * least[which] and beside[which] >= SLOW_BESIDE):
                 middle, deviation = float(least[which]), SIZES_SPREAD * float(least[which])
             usual[members] = middle
             beyond = values > middle + max(SLOW_DEVIATIONS * deviation, 0.5 * middle)
             slow[members[beyond]] = values[beyond] - middle
+        grown = _grown(slow[rounds] > 0, far_above)
+        usual[rounds[grown]] = least[of_size[grown]]
+        slow[rounds[grown]] = transfer[rounds[grown]] - usual[rounds[grown]]
     return usual, slow
+
+
+def _grown(slow: NDArray[np.bool_], far_above: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Rounds that are slow because those before and after are: far above what other sizes foretell, in a run of such of
+    which half and more are slow for their own size (hysteresis, as Canny 1986 follows edges)."""
+    either = slow | far_above
+    run = np.cumsum(np.concatenate([[True], either[1:] != either[:-1]])) - 1
+    share = np.bincount(run, weights=slow) / np.bincount(run)
+    return np.asarray(far_above & ~slow & (share[run] >= SLOW_BESIDE))
+
+
+def _lower_mode(values: Floats, foretold: float) -> tuple[float, float] | None:
+    """(middle, deviation) of the shorter ones where transfers of a size, in their order, are of two lengths, each for some
+    time; else None. Parted where the variance between the two, in logarithms, is largest (Otsu 1979); that they come
+    in runs is what tells a slow time from two kinds of one size (Wald and Wolfowitz 1940). Few shorter ones will do where they
+    take what other sizes foretell."""
+    logs = np.log(np.maximum(values, 1.0))
+    ordered = np.sort(logs)
+    n, below = len(ordered), np.arange(1, len(ordered))
+    sums = np.cumsum(ordered)
+    apart = (sums[-1] - sums[:-1]) / (n - below) - sums[:-1] / below
+    shorter = int(np.argmax(below * (n - below) * apart**2)) + 1
+    is_long = logs > ordered[shorter - 1]
+    longer = int(is_long.sum())
+    if longer < FEW_ROUNDS:
+        return None
+    middle = float(np.median(values[~is_long]))
+    deviation = spread(values[~is_long] - middle)
+    if n - longer < FEW_ROUNDS:
+        if not middle <= FAR_ABOVE * foretold:
+            return None
+        deviation = max(deviation, SIZES_SPREAD * foretold)
+    runs = 1 + int(np.sum(is_long[1:] != is_long[:-1]))
+    by_chance = 2 * longer * (n - longer) / n + 1
+    clear_of = max(FAR_ABOVE * middle, middle + SLOW_DEVIATIONS * deviation)
+    if runs > FEW_RUNS * by_chance or float(np.min(values[is_long])) < clear_of:
+        return None
+    return middle, deviation
 
 
 def _beside(of_size: Ints, far_above: NDArray[np.bool_]) -> Floats:

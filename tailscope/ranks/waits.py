@@ -18,7 +18,15 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from tailscope.ranks.clocks import FEW_ROUNDS, Clock, connected, fit_clocks, median_of
-from tailscope.ranks.collectives import EXCHANGE, KINDS, OTHER, WORK, RankCollectives, load_rank
+from tailscope.ranks.collectives import (
+    EXCHANGE,
+    KINDS,
+    OTHER,
+    SYNCHRONISING,
+    WORK,
+    RankCollectives,
+    load_rank,
+)
 from tailscope.ranks.groups import BESIDE, Group, common, gather, match_groups
 from tailscope.ranks.replay import Replayed, Rounds, replay
 from tailscope.ranks.sequence import UNKNOWN, Floats, Ints
@@ -28,8 +36,6 @@ from tailscope.ranks.windows import Window
 from tailscope.schema import PHASES
 from tailscope.store import Trace
 
-#: Kinds of collectives that all ranks leave at one time: an exchange of unequal parts ends when each has its own.
-SYNCHRONISING = [kind for kind in range(len(KINDS)) if kind != EXCHANGE]
 #: Rounds the clocks are fitted to, evenly taken; more make them no better known.
 MOST_FITTED = 20_000
 #: Rows made at a time, by a thread of their own: memory does not grow with the window.
@@ -65,7 +71,15 @@ def compare(trace: Trace, window: Window) -> WindowWaits:
     rounds = [replace(r, step=step) for r, step in zip(rounds, steps, strict=True)]
     exits = _exits(rounds, ranks)
     tables = (table for r in rounds for table in _tables(window, r, ranks, clocks, exits))
-    return WindowWaits(clocks, tables, collectives, unmatched, replay(rounds, ranks))
+    return WindowWaits(clocks, tables, collectives, unmatched, replay(rounds, ranks, _telling(clocks)))
+
+
+def _telling(clocks: Sequence[Clock]) -> list[int]:
+    """Kinds of collectives whose ends tell who leaves late. Where a kind sets the clocks, a rank that always does has a clock
+    that is ahead."""
+    if not all(clock.together for clock in clocks):
+        return []
+    return list(range(len(KINDS))) if all(clock.basis == "one host" for clock in clocks) else [EXCHANGE]
 
 
 def _clocks(groups: list[Group], ranks: list[RankCollectives], hosts: Sequence[str | None]) -> list[Clock]:
@@ -177,9 +191,6 @@ def _table(
     caused = last - np.max(arrivals, axis=0)
     own = np.clip(np.nan_to_num(np.minimum(caused, work_late - work_others), nan=0.0), 0.0, None)
     own[~np.isfinite(work_late)] = 0.0
-    # What made it late beside its work: it left the collective before later than the others.
-    before = gather(Group(group.name, group.complete, group.place - 1), exits, missing=0.0)
-    left = np.clip(np.minimum(caused - own, before[late, every]), 0.0, None)
     verdict = verdicts(stay, last - start, rounds.transfer_ns, float(error.max()))
     phase, in_phase = _late_phase(group, ranks, late, work_late, work_others)
     row, column = np.nonzero(present)
@@ -227,7 +238,6 @@ def _table(
         "is_shortest": shortest[column] == row,
         "caused_ns": np.where(is_late, whole(caused)[column], 0),
         "own_ns": np.where(is_late, whole(own)[column], 0),
-        "left_late_ns": np.where(is_late, whole(left)[column], 0),
         "error_ns": error[row],
         "tokens": _nullable(told("tokens")),
         "late_phase": _named(WORK, pa.array(phase[column])),

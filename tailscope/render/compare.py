@@ -19,6 +19,7 @@ from tailscope.compare.load import LoadItem
 from tailscope.compare.pair import MOST_PERCENT, About, Comparison, Outcome, Part
 from tailscope.compare.read import METRICS
 from tailscope.compare.sweep import Sweep
+from tailscope.compare.untested import told
 from tailscope.render.as_json import dumps, plain
 from tailscope.safe import printable
 
@@ -49,8 +50,8 @@ def schema() -> dict[str, Any]:
 
 def comparison_json(found: Comparison, regressions: Sequence[Change]) -> str:
     document = asdict(found)
-    verdict = {"status": document.pop("status"), "text": document.pop("text")}
-    verdict["regressions"] = len(regressions)
+    verdict: dict[str, Any] = {"status": document.pop("status"), "text": document.pop("text")}
+    verdict |= {"regressions": len(regressions), "tested": found.tested}
     common = document.pop("common")
     return dumps(
         plain(
@@ -121,6 +122,11 @@ def _comparison(found: Comparison) -> Iterator[RenderableType]:
             "A change is called only where it stands out among all of these quantiles at once. How to read this: docs/compare.md.",
             "dim",
         )
+    if found.untested:
+        yield Text()
+        yield _heading("Not tested")
+        for line in told(found.untested):
+            yield Padding(Text(f"- {printable(line, 400)}", "dim"), (0, 0, 0, 2))
     if found.as_observed:
         yield Text()
         yield _heading("All requests as they came (not the same load)")
@@ -175,7 +181,7 @@ def _load(items: Sequence[LoadItem]) -> Iterator[RenderableType]:
             _amount(item.before, item.unit),
             _amount(item.after, item.unit),
             _load_interval(item),
-            item.status if item.status != "cannot tell" else "no difference shown",
+            _load_status(item),
             style="yellow" if item.status in ("differs", "may differ") else "dim",
         )
     if shown:
@@ -183,6 +189,12 @@ def _load(items: Sequence[LoadItem]) -> Iterator[RenderableType]:
     alike = [printable(item.name, 48) for item in items if item.status == "same"]
     if alike:
         yield Text(f"  the same: {', '.join(alike)}")
+
+
+def _load_status(item: LoadItem) -> str:
+    if item.status != "cannot tell":
+        return item.status
+    return "no difference shown" if item.interval is not None else "not tested"
 
 
 def _amount(value: float | str, unit: str) -> str:
@@ -238,15 +250,6 @@ def _changes(rows: Sequence[Change], called: bool = True) -> Iterator[Renderable
     still = [f"{printable(r.klass, 24)} {r.metric} {r.quantile}" for r in rows if _nothing(r)]
     if still:
         yield Text(f"  nothing to speak of on either side: {', '.join(still)}", "dim")
-    few: dict[str, dict[str, list[str]]] = {}
-    for row in rows:
-        if row.before_s is None and row.after_s is None:
-            few.setdefault(row.klass, {}).setdefault(row.metric, []).append(
-                row.quantile if row.n_eff[0] else "all"
-            )
-    for klass, metrics in few.items():
-        named = ", ".join(f"{metric} {'/'.join(quantiles)}" for metric, quantiles in metrics.items())
-        yield Text(f"  too few effective samples, {printable(klass, 24)}: {named}", "dim")
 
 
 def _nothing(row: Change) -> bool:

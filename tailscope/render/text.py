@@ -32,6 +32,9 @@ SMALLEST_PART = 0.03
 #: Parts of an excess that are named; what is left is their rest.
 MOST_PARTS = 4
 
+#: Share of a finding's window that an earlier one of the same claim covers where it sees the same time.
+SAME_WINDOW = 0.5
+
 #: Observers before the engine.
 OUTSIDE = ("client", "gateway")
 #: What lasts less than this is shown with milliseconds.
@@ -87,9 +90,13 @@ def _parts(diagnosis: Diagnosis) -> Iterator[RenderableType]:
         yield Text()
         yield _heading("Who made whom wait, in request-seconds")
         yield blame
+    told: list[tuple[int, Finding]] = []
     for number, finding in enumerate(diagnosis.findings, 1):
+        same = next((i for i, earlier in told if _same_time(finding, earlier)), None)
+        if same is None:
+            told.append((number, finding))
         yield Text()
-        yield _finding(number, finding)
+        yield _finding(number, finding, same)
     yield Text()
     yield _heading("Rules")
     for check in diagnosis.checks:
@@ -233,13 +240,31 @@ def _signed(seconds: float) -> str:
     return f"{'-' if seconds < 0 else '+'}{_seconds(abs(seconds))}"
 
 
-def _finding(number: int, finding: Finding) -> Group:
+def _same_time(finding: Finding, earlier: Finding) -> bool:
+    """Whether a rule sees in the same classes and metrics, and then, the time that another's finding before it explains."""
+    if finding.rule == earlier.rule or not finding.claims or finding.claims != earlier.claims:
+        return False
+    if (
+        "inconclusive" in (finding.status, earlier.status)
+        or not finding.explains.keys() <= earlier.explains.keys()
+    ):
+        return False
+    if not finding.window_ns or not earlier.window_ns:
+        return True
+    common = min(finding.window_ns[1], earlier.window_ns[1]) - max(finding.window_ns[0], earlier.window_ns[0])
+    return common >= SAME_WINDOW * (finding.window_ns[1] - finding.window_ns[0])
+
+
+def _finding(number: int, finding: Finding, same: int | None) -> Group:
+    """All that is known of it, or one line where it is the `same` time as that of an earlier number."""
     share = "" if finding.share_of_tail is None else f", {finding.share_of_tail:.0%} of the tail's excess"
     head = Text.assemble(
         (f"{number}. {finding.severity.upper()}", SEVERITY_STYLE[finding.severity]),
         (f"  {printable(finding.title, 300)}", "bold"),
         (f"  [{finding.rule}, {finding.status}, {finding.basis}{share}]", "dim"),
     )
+    if same is not None:
+        return Group(head.append(f"  same time seen as {same}; in full with --format json", "dim"))
     lines: list[RenderableType] = [head]
     body = Table.grid(padding=(0, 1))
     body.add_column(style="dim", no_wrap=True, justify="right", min_width=12)

@@ -459,7 +459,7 @@ class _Play:
         ints = {name: [getattr(row, name) for row in rows] for name in _ROW_INTS}
         floats = {f"{name}_s": [getattr(row, name) for row in rows] for name in _ROW_FLOATS}
         floats["kv_transfer_s"] = [row.transfer for row in rows]
-        for name in ("input_s", "queued_s", "scheduled_s", "first_token_s"):
+        for name in ("input_s", "queued_s", "fetch_s", "fetched_s", "scheduled_s", "first_token_s"):
             floats[name] = [nan if q is None else getattr(q, name) for q in own]
         ints["cached"] = [0 if q is None else max(q.cached, 0) for q in own]
         ints["preemptions"] = [0 if q is None else q.preemptions for q in own]

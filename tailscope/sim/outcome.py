@@ -38,7 +38,8 @@ class Requests:
 
     intended_s: when the client would have sent it with no limit of its own; sent_s: when it did; arrival_s: at the API
     server; input_s: in the engine's input, through the front end; queued_s, scheduled_s: by the scheduler (first time); first_token_s, last_token_s: end of the steps that gave
-    them; first_shown_s, last_shown_s: when the front end had them; finished_s: when the front end was done (NaN where
+    them; fetch_s, fetched_s: when its KV cache began to come from its prefill engine, and when the scheduler knew that it was there;
+    first_shown_s, last_shown_s: when the front end had them; finished_s: when the front end was done (NaN where
     it never was); left_s: when its client left by timeout, or the front end knew that it had. `output`: tokens the
     engine gave, those for a client that had left included. `engine` is an index of `Outcome.engines`, -1
     where none saw it; with a prefill/decode pair it is the decode engine, and `prefill_engine` the other.
@@ -60,6 +61,8 @@ class Requests:
     arrival_s: Floats
     input_s: Floats
     queued_s: Floats
+    fetch_s: Floats
+    fetched_s: Floats
     scheduled_s: Floats
     first_token_s: Floats
     last_token_s: Floats

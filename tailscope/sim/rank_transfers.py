@@ -66,4 +66,8 @@ class Transfers:
         """
         of_ranks = np.repeat(-(-tokens // self.tp), self.tp, axis=-1) * self.settings.topk
         share = load / load.sum(axis=-1, keepdims=True)
+        if self.settings.exact_rows:
+            # What is rounded off of one sender's rows is in the next one's, so that a rank's are right to one row.
+            up_to = np.cumsum(of_ranks, axis=-1)[..., None, :, None] * share[..., None, :]
+            return np.asarray(np.diff(np.rint(up_to), axis=-2, prepend=0.0), np.int64)
         return np.asarray(np.rint(of_ranks[..., None, :, None] * share[..., None, :]), np.int64)

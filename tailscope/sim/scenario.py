@@ -142,7 +142,8 @@ class Ranks:
     rank, always, as in a ring. `exchange`: how tokens get to their experts and back; in all-to-all each rank leaves when
     it has its own part. `follow`: how the time of experts follows their tokens, from 0 (reading weights is all they
     do) to 1. `hot_steps`: steps after which another expert is the hottest (0: never). `routed`: (token, expert) pairs of a
-    layer that chance acts on: the fewer, the more uneven loads are by chance.
+    layer that chance acts on: the fewer, the more uneven loads are by chance. `exact_rows`: what ranks send to a rank's experts
+    adds up to what these work on; without it each sender's few rows are rounded alone, all up or all down.
     `coordinate`: between steps data-parallel engines tell each other what they have, in an all-reduce of all ranks.
     `stamp_jitter_s`: how much later than it was a profile shows a start, at most. `clock_steps`: (host, second, seconds
     by which its clocks jump then).
@@ -167,6 +168,7 @@ class Ranks:
     follow: float = 1.0
     hot_steps: int = 4_096
     routed: int = 2_048
+    exact_rows: bool = False
     coordinate: bool = False
     stamp_jitter_s: float = 0.0
     clock_steps: tuple[tuple[int, float, float], ...] = ()

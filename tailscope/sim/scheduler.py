@@ -38,7 +38,7 @@ class Request:
     all batches made so far have run; `issued`: answer tokens that those batches give."""
 
     __slots__ = (
-        "blocks", "cached", "computed", "first_token_s", "gave", "gone", "index", "input_s", "issued", "last_token_s", "leaves_at",
+        "blocks", "cached", "computed", "fetch_s", "fetched_s", "first_token_s", "gave", "gone", "index", "input_s", "issued", "last_token_s", "leaves_at",
         "order", "output", "preempted_untold", "preemptions", "prefix", "prefix_blocks", "prompt", "queued_s", "remote",
         "run_before", "run_first", "run_last", "scheduled_s", "sharing", "total", "transfer_s", "zero_first", "zero_last",
     )  # fmt: skip
@@ -60,6 +60,8 @@ class Request:
         self.gone = False
         #: Seconds its KV cache takes to come from a prefill instance; None: it computes its own.
         self.transfer_s: float | None = None
+        #: When it began to come, and when the scheduler knew that it was there: with a step's result.
+        self.fetch_s = self.fetched_s = nan
         self.remote = False
         self.run_first = self.run_last = self.zero_first = self.zero_last = -2
         self.run_before = 0
@@ -160,6 +162,9 @@ class Scheduler:
     def schedule(self, now: float, last: Batch | None) -> Batch:
         """Make the next batch. `last`: the batch made before it, if its result is still to come."""
         batch = Batch(self.made, now)
+        for request in self.arrived_remote:
+            if request.fetched_s != request.fetched_s:
+                request.fetched_s = now
         if self._left_outs or self._cache_losses:
             self._leaves_out = self._share_left_out(now)
             self._cache_lost = any(f.is_on(now) for f in self._cache_losses)
@@ -395,6 +400,7 @@ class Scheduler:
                     batch.blocked = BY_KV
                     return
                 self.waiting.popleft()
+                request.fetch_s = now
                 continue
             tokens = self._place(request, budget)
             if not tokens:

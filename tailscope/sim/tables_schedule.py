@@ -21,6 +21,9 @@ def of_log(outcome: Outcome, view: FrontEnd) -> Iterator[tuple[Table, Mapping[st
     runs, steps, kept = log.runs, view.steps, log.steps
     count, names = log.composition, outcome.requests.id
     preempted_step, preempted_run = log.preempted
+    waited, began, known = log.fetches
+    fetch, fetched = np.zeros((2, len(runs.first)), np.int64)
+    fetch[waited], fetched[waited] = began, known
     before = np.append(np.iinfo(np.int64).min, log.end_ns[:-1])[: len(kept)]
     yield (
         ITERATIONS,
@@ -58,6 +61,8 @@ def of_log(outcome: Outcome, view: FrontEnd) -> Iterator[tuple[Table, Mapping[st
             "phase": pa.array([PHASES[code] for code in runs.phase], pa.string()),
             "tokens": runs.tokens,
             "computed_before": runs.computed_before,
+            "fetch_ns": pa.array(fetch, mask=fetched == 0),
+            "fetched_ns": pa.array(fetched, mask=fetched == 0),
         },
     )
     engine = outcome.scenario.engine

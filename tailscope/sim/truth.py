@@ -76,13 +76,14 @@ class _Tiles:
             np.add.at(self.attention, step, tokens * (r.computed_before[prompt] + tokens / 2))
         self.tokens = self.tokens_by.sum(axis=0)
         rate = s.prefill_s / np.maximum(self.tokens, 1.0)
-        self.base = prefix_sums(s.base_s + host)
+        self.base = prefix_sums(s.base_s)
         self.prefill_by = [prefix_sums(rate * tokens) for tokens in self.tokens_by[:-1]]
         self.lost = {
             "recompute": prefix_sums(rate * self.tokens_by[-1]),
             "unexplained": prefix_sums(s.chance_s),
             "straggler_wait": prefix_sums(s.straggler_s),
             "slow_transfer": prefix_sums(s.transfer_s),
+            "host_gap": prefix_sums(host),
             "pause": prefix_sums(s.pause_s),
         }
         self.whole = prefix_sums(self.end_s - self.start_s)
@@ -174,16 +175,23 @@ class _Booked:
             self.add(place, name, None, self.mine, t.between(sums, start, end))
 
     def _queue(self) -> None:
-        """What kept the head of the queue out, from each making of a batch to the next."""
+        """Its KV cache on the way; else what kept the head of the queue out, from each making of a batch to the next."""
         q, t, mine, s = self.q, self.tiles, self.mine, self.engine.steps
-        until = np.concatenate([t.made_s[1:], [t.end_s[-1]]])
-        length = np.maximum(until - t.made_s, 0.0)
+        next_s = np.concatenate([t.made_s[1:], [t.end_s[-1]]])
+        length = np.maximum(next_s - t.made_s, 0.0)
+        handed = np.isfinite(q.fetched_s[mine])
         for reason in ("budget", "kv", "slots"):
             blocked = np.isin(s.blocked, [i for i, name in enumerate(BLOCKED_NAMES) if name == reason])
             sums = prefix_sums(np.where(blocked, length, 0.0))
-            start = np.clip(np.searchsorted(t.made_s, q.queued_s[mine], side="right") - 1, 0, None)
-            end = np.searchsorted(t.made_s, q.scheduled_s[mine], side="right") - 1
-            self.add("queue", f"queue_{reason}", None, mine, np.maximum(sums[end] - sums[start], 0.0))
+
+            def until(times: Floats, sums: Floats = sums) -> Floats:
+                made = np.searchsorted(t.made_s, times, side="right") - 1
+                return np.asarray(sums[np.clip(made, 0, None)])
+
+            kept = until(q.scheduled_s[mine]) - until(q.queued_s[mine])
+            kept -= np.where(handed, until(q.fetched_s[mine]) - until(q.fetch_s[mine]), 0.0)
+            self.add("queue", f"queue_{reason}", None, mine, np.maximum(kept, 0.0))
+        self.add("queue", "kv_handoff", None, mine[handed], (q.fetched_s - q.fetch_s)[mine[handed]])
 
     def _prefill(self) -> None:
         q, t, mine = self.q, self.tiles, self.mine

@@ -172,23 +172,23 @@ def request_table(outcome: Outcome) -> pa.Table:
     return pa.table(columns)
 
 
-def costs(outcome: Outcome, other: Outcome) -> dict[str, dict[str, dict[str, float]]]:
+def costs(outcome: Outcome, other: Outcome, quantile: float = 0.99) -> dict[str, dict[str, dict[str, float]]]:
     """load -> metric -> p99 with the cause and without it, seconds, for loads that both worlds have."""
-    others = p99s(other)
+    others = p99s(other, quantile)
     return {
         load: {
             metric: {"with": value, "without": others[load][metric]}
             for metric, value in metrics.items()
             if metric in others[load]
         }
-        for load, metrics in p99s(outcome).items()
+        for load, metrics in p99s(outcome, quantile).items()
         if load in others
     }
 
 
-def p99s(outcome: Outcome) -> dict[str, dict[str, float]]:
+def p99s(outcome: Outcome, quantile: float = 0.99) -> dict[str, dict[str, float]]:
     """load -> metric -> p99 of the requests that were answered, and of the gaps between their tokens, seconds, as their
-    front end measured them."""
+    front end measured them; or another quantile."""
     q, found = outcome.requests, {}
     gaps = [_gaps(outcome, place) for place in range(len(outcome.engines))]
     gap_load = q.load[np.concatenate([request for request, _ in gaps])]
@@ -199,11 +199,14 @@ def p99s(outcome: Outcome) -> dict[str, dict[str, float]]:
             continue
         ttft, e2e = (q.first_shown_s - q.arrival_s)[mine], (q.last_shown_s - q.arrival_s)[mine]
         tokens = q.output[mine] - 1
-        found[load.name] = {"TTFT": float(np.quantile(ttft, 0.99)), "E2E": float(np.quantile(e2e, 0.99))}
+        found[load.name] = {
+            "TTFT": float(np.quantile(ttft, quantile)),
+            "E2E": float(np.quantile(e2e, quantile)),
+        }
         if (tokens > 0).sum() >= MIN_ANSWERS:
             tpot = ((e2e - ttft)[tokens > 0]) / tokens[tokens > 0]
-            found[load.name]["TPOT"] = float(np.quantile(tpot, 0.99))
-            found[load.name]["ITL"] = float(np.quantile(gap_s[gap_load == index], 0.99))
+            found[load.name]["TPOT"] = float(np.quantile(tpot, quantile))
+            found[load.name]["ITL"] = float(np.quantile(gap_s[gap_load == index], quantile))
     return found
 
 

@@ -166,7 +166,8 @@ def short_of_cache(one: Scenario, share: float) -> Scenario:
     order = np.argsort(held)
     over = 1 - np.cumsum((steps.end_s - steps.start_s)[order]) / (steps.end_s - steps.start_s).sum()
     blocks = int(held[order][np.searchsorted(-over, -share)]) + 1
-    least = one.engine.max_model_len // one.engine.block_size + 1
+    # One block is never used.
+    least = -(-one.engine.max_model_len // one.engine.block_size) + 1
     return replace(one, engine=replace(one.engine, kv_blocks=max(blocks, least)))
 
 

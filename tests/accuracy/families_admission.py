@@ -111,7 +111,8 @@ def not_kept(rng: Rng, strength: float) -> Scenario:
     users = chat(rng, uniform(rng, 4, 8), tenant="users", priority=better)
     one = world(rng, users, batch(rng, uniform(rng, 3, 8), lower), **roomy(rng))
     causes = (
-        Cause("priority-inversion", "tenant:batch", ("<512",), {"engine": {"policy": "priority"}}),
+        # Keeping priorities would order the queue alone: who waits for a slot that a lower one holds is not helped.
+        Cause("priority-inversion", "tenant:batch", ("<512",), {"loads": ["batch"]}),
         # Some of these worlds have chats so short that the other answers are long beside them.
         Cause("long-output", "class:<512", ("<512",), {"loads": ["batch"]}),
         Cause("noisy-tenant", "tenant:batch", ("<512",), {"loads": ["batch"]}),
@@ -135,12 +136,18 @@ def held_by_lower(rng: Rng, strength: float) -> Scenario:
 
 
 def kept(rng: Rng, _: float) -> Scenario:
-    """Bursts of requests that can wait, and a server that lets them; their answers are short, so a slot is soon free."""
+    """Bursts of requests that can wait, and a server that lets them; their answers are short, so a slot is soon free, and their
+    prompts cost next to nothing."""
     better, lower = levels(rng)
     users = chat(rng, uniform(rng, 4, 8), tenant="users", priority=better)
     jobs = replace(batch(rng, uniform(rng, 15, 30), lower), output_tokens=Sizes(10, 0.4, 2, 30))
     one = world(rng, users, jobs, **roomy(rng, policy="priority"))
-    return short_of_slots(one, 0.05)
+    cheap = replace(one.cost, prefill_token=1e-6, attention=1e-11, prefill_request=1e-6, frontend=0.0002)
+    return short_of_slots(replace(one, cost=cheap), 0.05)
+
+
+def with_slots(one: Scenario) -> Scenario:
+    return replace(one, engine=replace(one.engine, max_num_seqs=MANY))
 
 
 def nobody_waits(rng: Rng, _: float) -> Scenario:
@@ -237,18 +244,17 @@ def cache_lost(rng: Rng, strength: float) -> Scenario:
     return world(rng, *loads, faults=(fault,), causes=causes, **roomy(rng))
 
 
-def unique_prompts(rng: Rng, _: float) -> Scenario:
-    """A new tenant whose prompts are as long, and none begins as another: the hit rate falls, and nothing was lost."""
+def unique_prompts(rng: Rng, _: float, tenant: str = "agents") -> Scenario:
+    """Prompts that are as long come on top, and none begins as another: the hit rate falls, and nothing was lost."""
     load = agents(rng)
-    new = replace(
-        load,
-        name="new",
-        prefix_tokens=0,
-        from_s=75.0,
-        rate=load.rate / 4,
-        tenant=str(rng.choice(["new", "agents"])),
-    )
+    new = replace(load, name="new", prefix_tokens=0, from_s=75.0, rate=load.rate / 4, tenant=tenant)
     return world(rng, load, new, **roomy(rng))
+
+
+def new_tenant(rng: Rng, strength: float) -> Scenario:
+    """The same of a tenant that is new: what it computes the others wait for."""
+    noisy = Cause("noisy-tenant", "tenant:new", (), {"loads": ["new"]})
+    return replace(unique_prompts(rng, strength, "new"), causes=(noisy,))
 
 
 def cold_start(rng: Rng, _: float) -> Scenario:
@@ -289,9 +295,16 @@ FAMILIES: tuple[Family, ...] = (
         "decoy",
         kept,
         "a lower priority waits for a better one",
-        suspects={"priority-inversion": without_batch},
+        suspects={"priority-inversion": with_slots},
     ),
-    Family("priorities, no queue", "decoy", nobody_waits, "priorities ignored where nobody queues"),
+    Family(
+        "priorities, no queue",
+        "decoy",
+        nobody_waits,
+        "priorities ignored where nobody queues",
+        # Bursts of anybody's prompts are waited for, if hardly.
+        suspects={"noisy-tenant": without_batch},
+    ),
     Family(
         "queues for its own",
         "decoy",
@@ -312,7 +325,8 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "cache lost", "fault", cache_lost, "prompts whose beginning is no longer in the cache", (0.5, 1, 3)
     ),
-    Family("unique prompts", "decoy", unique_prompts, "a new tenant whose prompts never repeat"),
+    Family("unique prompts", "decoy", unique_prompts, "prompts that never repeat, on top of those that do"),
+    Family("new tenant", "fault", new_tenant, "a new tenant whose prompts never repeat"),
     Family("cold start", "decoy", cold_start, "a prefix cache that fills at first"),
     Family("never cached", "decoy", never_cached, "prompts half of which never repeat, all the time"),
 )

@@ -103,8 +103,13 @@ def skewed(rng: Rng, strength: float) -> Scenario:
     n = one.engine.replicas
     # Of what the others should get so large a share goes to the first.
     made = replace(one.engine, skew=min(0.9, 0.3 * strength * (1 - 1 / n)))
-    cause = Cause("replica-imbalance", "instance:vllm-0", (), {"engine": {"skew": 0.0}})
-    return replace(one, engine=made, causes=(cause,))
+    even: dict[str, object] = {"engine": {"skew": 0.0}}
+    causes = (
+        Cause("replica-imbalance", "instance:vllm-0", (), even),
+        # With so many of the requests it may be asked for more than it can.
+        Cause("queue-saturation", "engine:vllm-0/0", (), even),
+    )
+    return replace(one, engine=made, causes=causes)
 
 
 def slow_replica(rng: Rng, strength: float) -> Scenario:

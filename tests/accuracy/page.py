@@ -33,12 +33,15 @@ def render(result: Mapping[str, Any]) -> str:
 FAMILIES_TEXT = (
     "*felt*: worlds with a cause that costs 20 % or more. *top-1*: the first finding names it, with its culprit; *top-3*: the "
     "second or third does. *abstained*: nothing was found, and the verdict is that nothing can be said. *false*: worlds with a finding "
-    "that names no cause of theirs, or more than a low one that names a cause that costs less than 5 %. *no decoy*: decoys in "
+    "that names no cause of theirs, or more than a low one that names a cause that costs less than 5 % of a p99 and of a p95, and "
+    "less than 20 % of the mean above a p99. *no decoy*: decoys in "
     "which what was to look like a fault raises a p99 by 5 % or more after all; they are not counted as decoys.\n"
 )
 BILLS_TEXT = (
     "The parts of a class's excess, tail against typical requests, by the ledger and by the simulator, which knows who was in "
-    "which step and what each part of it cost. Errors are points of the excess (0.1 = 10 points).\n"
+    "which step and what each part of it cost. Errors are points of the excess (0.1 = 10 points). Where engines step together, a "
+    "slow rank and its engine's own prefill make the same others wait: the ledger divides that by its model of what prefill takes, "
+    "so that there `ranks` and `others' prefill` may change places in part.\n"
 )
 TOLD_TEXT = (
     "The same where a schedule tells which requests were in which step "

@@ -39,9 +39,10 @@ GROUPS = {
     ),
     "KV cache": ("queue_kv", "preempted", "recompute"),
     "slots": ("queue_slots",),
+    "KV hand-off": ("kv_handoff",),
     "ranks": ("straggler_wait", "slow_transfer"),
     "pause or unexplained": ("pause", "unexplained"),
-    "own work": ("own_prefill", "decode", "step_wait", "prefill_phase", "decode_phase"),
+    "own work": ("own_prefill", "decode", "step_wait", "host_gap", "prefill_phase", "decode_phase"),
     "left out": ("starved",),
     "front end": ("frontend", "queue"),
 }
@@ -50,11 +51,15 @@ GROUP_OF = {component: group for group, components in GROUPS.items() for compone
 CONFIG = Config(attributes=Attributes(tenant="sim.tenant", priority="sim.priority"))
 #: An excess below this share of the median is no tail whose parts anybody would ask for.
 NOTABLE = 0.25
+#: load -> metric -> seconds.
+ByMetric = dict[str, dict[str, float]]
 
 
 @dataclass
 class Played:
-    """One world's result. `cost`: the largest share by which a cause raises a class's p99, by rule, `suspects` the same of what only looks like one."""
+    """One world's result. `cost`: the largest share by which a cause raises a class's p99, by rule, `suspects` the same of what
+    only looks like one. `cost_p95`: by how much a p95, which is the tail of a class with too few requests for a p99; `tail_cost`:
+    the mean of what lies above the p99."""
 
     family: str
     kind: str
@@ -63,6 +68,8 @@ class Played:
     via: str
     labels: dict[str, str | None] = field(default_factory=dict)
     cost: dict[str, float] = field(default_factory=dict)
+    cost_p95: dict[str, float] = field(default_factory=dict)
+    tail_cost: dict[str, float] = field(default_factory=dict)
     suspects: dict[str, float] = field(default_factory=dict)
     verdict: str = ""
     findings: list[dict[str, Any]] = field(default_factory=list)
@@ -100,6 +107,8 @@ def _played(
     for cause in scenario.causes:
         result.labels[cause.rule] = _culprit(cause, outcome)
         result.cost[cause.rule] = _cost(outcome, others[cause.rule])
+        result.cost_p95[cause.rule] = _cost(outcome, others[cause.rule], quantile=0.95)
+        result.tail_cost[cause.rule] = _tail_cost(outcome, others[cause.rule])
     result.suspects = {
         rule: _cost(outcome, simulate(innocent(scenario)), scenario.loads[:1])
         for rule, innocent in suspects.items()
@@ -142,13 +151,17 @@ def _culprit(cause: Cause, outcome: Outcome) -> str | None:
     return "class:" + "|".join(dict.fromkeys(classes[np.searchsorted(edges, np.sort(prompts), side="right")]))
 
 
-def _cost(outcome: Outcome, other: Outcome, loads: Sequence[Load] | None = None) -> float:
+def _cost(
+    outcome: Outcome, other: Outcome, loads: Sequence[Load] | None = None, quantile: float = 0.99
+) -> float:
     """By what share a p99 is higher than in another world, at most; of `loads` if given, else of all that both have."""
     names = {load.name for load in loads or outcome.scenario.loads}
-    seen = list(costs(outcome, other).items())
-    here, there = client_p99s(outcome), client_p99s(other)
-    for load in here.keys() & there.keys():
-        seen.append((load, {m: {"with": here[load][m], "without": there[load][m]} for m in here[load]}))
+
+    def of(values: NDArray[np.float64]) -> float:
+        return float(np.quantile(values, quantile))
+
+    seen = list(costs(outcome, other, quantile).items())
+    seen += _beside(client_tails(outcome, of), client_tails(other, of))
     shares = [
         p99["with"] / p99["without"] - 1
         for load, metrics in seen
@@ -158,8 +171,30 @@ def _cost(outcome: Outcome, other: Outcome, loads: Sequence[Load] | None = None)
     return max(shares, default=0.0)
 
 
-def client_p99s(outcome: Outcome) -> dict[str, dict[str, float]]:
-    """load -> metric -> p99 of the requests that were answered, as their clients had them."""
+def _tail_cost(outcome: Outcome, other: Outcome) -> float:
+    """By what share the mean of the slowest hundredth is higher than in another world, at most: what hits fewer than one request
+    in a hundred raises no p99, and is most of what lies above it."""
+    seen = _beside(client_tails(outcome, _mean_above), client_tails(other, _mean_above))
+    shares = [
+        m["with"] / m["without"] - 1 for _, metrics in seen for m in metrics.values() if m["without"] > 0
+    ]
+    return max(shares, default=0.0)
+
+
+def _mean_above(values: NDArray[np.float64]) -> float:
+    return float(values[values >= np.quantile(values, 0.99)].mean())
+
+
+def _beside(here: ByMetric, there: ByMetric) -> list[tuple[str, dict[str, dict[str, float]]]]:
+    """(load, metric -> with and without) of loads that two worlds have."""
+    return [
+        (load, {m: {"with": here[load][m], "without": there[load][m]} for m in here[load]})
+        for load in here.keys() & there.keys()
+    ]
+
+
+def client_tails(outcome: Outcome, of: Callable[[NDArray[np.float64]], float]) -> ByMetric:
+    """load -> metric -> a quantile, or what else `of` makes of the latencies of answered requests, as their clients had them."""
     q, found = outcome.requests, {}
     network = outcome.scenario.telemetry.network_s
     for index, load in enumerate(outcome.scenario.loads):
@@ -168,10 +203,7 @@ def client_p99s(outcome: Outcome) -> dict[str, dict[str, float]]:
             ttft, e2e = (
                 shown[mine] + network - q.sent_s[mine] for shown in (q.first_shown_s, q.last_shown_s)
             )
-            found[load.name] = {
-                "TTFT": float(np.quantile(ttft, 0.99)),
-                "E2E": float(np.quantile(e2e, 0.99)),
-            }
+            found[load.name] = {"TTFT": of(ttft), "E2E": of(e2e)}
     return found
 
 

@@ -224,7 +224,8 @@ def hot_expert(rng: Rng, offset_ms: float) -> Labelled:
     routed = round(uniform(rng, 60, 400))
     made = replace(
         scenario,
-        ranks=replace(settings, hot=hot, routed=routed),
+        # What a dispatch tells is what the experts work on, to the token.
+        ranks=replace(settings, hot=hot, routed=routed, exact_rows=True),
         telemetry=replace(scenario.telemetry, expert_load=True),
     )
     ranks = RankWorld(made, "w", 0, made.seed)
@@ -236,7 +237,7 @@ def hot_expert(rng: Rng, offset_ms: float) -> Labelled:
     # DeepEP's kernels tell no tokens: there the rank is late, and why is open.
     if settings.emitter.startswith("deepep"):
         right = {**right, "straggler-rank": rank_is(rank)}
-    healthy = replace(scenario, ranks=replace(settings, routed=routed))
+    healthy = replace(scenario, ranks=replace(settings, routed=routed, exact_rows=True))
     return Labelled(made, right, {"straggler-rank": rank_is(rank)}, settings.layers, healthy)
 
 
@@ -419,13 +420,14 @@ FAMILIES = (
 )  # fmt: skip
 
 
-def replayed_s(world_with: RankWorld, made: Labelled) -> float:
-    """How late the fault makes somebody, on average, at each collective that it bears on, in the steps that it bears on: by
-    replaying the steps of the same run without it."""
+def replayed(world_with: RankWorld, made: Labelled) -> tuple[float, float]:
+    """(s by which the fault makes somebody late, on average, at each collective that it bears on, in the steps that it bears
+    on; share of all steps' time that it costs): by replaying the steps of the same run without it."""
     assert made.healthy is not None
     healthy = RankWorld(made.healthy, world_with.instance, 0, made.healthy.seed)
     rows = zip(world_with.starts, world_with.costs, world_with.tokens, world_with.requests, strict=True)
     without = np.array([healthy.step(k, *row)[0] for k, row in enumerate(rows)])
-    longer = world_with.timelines(0, len(without)).duration_s - without
+    took = world_with.timelines(0, len(without)).duration_s
+    longer = took - without
     struck = longer[longer > 1e-6]
-    return float(struck.mean() / made.places) if len(struck) else 0.0
+    return float(struck.mean() / made.places) if len(struck) else 0.0, float(longer.sum() / took.sum())

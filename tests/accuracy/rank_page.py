@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import rank_score
 from bars import bars_table, grid
 from rank_families import FAMILIES, OFFSETS_MS
 
@@ -20,10 +21,13 @@ transfers by size, ranks that always leave a collective a little later, profiles
 several. Clocks of hosts are up to the offset apart. Thresholds were tuned on odd seeds; this page reports even ones.
 """
 
-BY_FAMILY = """## By kind of world
+BY_FAMILY = f"""## By kind of world
 
 *late*: median of the lateness that the fault causes at a collective. *decidable*: worlds in which that exceeds five
-times the largest error that the diagnosis states for a clock. *top-1*: the first finding names the rule and the culprit.
+times the largest error that the diagnosis states for a clock, and in which the fault costs at least {rank_score.WORTH:.0%} of the steps' time
+(by the same steps without it; whatever was said of them): the threshold `share` of the rules about ranks, below which they
+promise nothing, of any kind of fault. *cheaper*: of the worlds that cost less, though clocks would decide, those where the first
+finding is right all the same. *top-1*: the first finding names the rule and the culprit.
 *later*: another one does. *wrong*: nothing right is said, and something wrong. *abstained*: nothing is found and the
 verdict is that nothing can be said. *false*: worlds with a finding above `low` that is no fault's, or with another
 culprit than the fault's at any severity.
@@ -74,6 +78,7 @@ def _families(result: Mapping[str, Any]) -> str:
                 f"{row['n']:,}",
                 _us(row["late_us"]),
                 f"{row['decided']:,} of {row['decidable']:,}" if fault else "",
+                f"{row['cheap_decided']:,} of {row['cheap']:,}" if fault else "",
                 *(f"{row[name]:,}" if fault else "" for name in ("top-1", "later")),
                 f"{row['wrong']:,}",
                 f"{row['abstained']:,}",
@@ -82,7 +87,7 @@ def _families(result: Mapping[str, Any]) -> str:
             )
         )
     heads = (
-        "world", "n", "late", "top-1 of decidable", "top-1", "later", "wrong", "abstained", "missed", "false",
+        "world", "n", "late", "top-1 of decidable", "cheaper", "top-1", "later", "wrong", "abstained", "missed", "false",
     )  # fmt: skip
     return grid(heads, rows)
 

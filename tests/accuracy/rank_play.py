@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rank_families import FAMILIES, Labelled, Parties, replayed_s
+from rank_families import FAMILIES, Labelled, Parties, replayed
 
 from tailscope.config import Config
 from tailscope.engine import diagnose
@@ -31,6 +31,7 @@ def play(family_name: str, offset_ms: float, seed: int, via: str) -> dict[str, A
     made = family.world(offset_ms, seed)
     outcome = simulate(made.scenario)
     (ranks,) = outcome.worlds.values()
+    lateness_s, cost = replayed(ranks, made) if made.healthy else _coupling(ranks, made)
     folder = Path(tempfile.mkdtemp(prefix="tailscope-accuracy-"))
     try:
         place = folder / "trace.parquet"
@@ -51,7 +52,8 @@ def play(family_name: str, offset_ms: float, seed: int, via: str) -> dict[str, A
         "steps": len(ranks.starts),
         "right": _listed(made.right),
         "tolerated": _listed(made.tolerated),
-        "lateness_s": replayed_s(ranks, made) if made.healthy else _coupling_s(ranks, made),
+        "lateness_s": lateness_s,
+        "cost": cost,
         **clocks,
         "verdict": diagnosis.verdict.status,
         "checks": {check.rule: check.status for check in diagnosis.checks},
@@ -83,14 +85,16 @@ def _listed(parties: Parties) -> dict[str, list[str] | None]:
     return {rule: None if ids is None else sorted(ids) for rule, ids in parties.items()}
 
 
-def _coupling_s(ranks: RankWorld, made: Labelled) -> float:
-    """How late the attention of the longest batch is for the others, on average, where it is by half a step and more."""
+def _coupling(ranks: RankWorld, made: Labelled) -> tuple[float, float]:
+    """How late the attention of the longest batch is for the others, on average, where it is by half a step and more; and
+    what share of all steps' time that is."""
     if not made.places:
-        return 0.0
+        return 0.0, 0.0
     costs = np.sort(np.array(ranks.costs), axis=1)
-    extra = (costs[:, -1] - costs[:, -2]) * ranks.settings.attention_share / made.places
+    extra = (costs[:, -1] - costs[:, -2]) * ranks.settings.attention_share
     struck = extra[costs[:, -1] > 1.5 * costs[:, -2]]
-    return float(struck.mean()) if len(struck) else 0.0
+    took = ranks.timelines(0, len(costs)).duration_s
+    return float(struck.mean() / made.places) if len(struck) else 0.0, float(struck.sum() / took.sum())
 
 
 def _clocks(trace: Trace, ranks: RankWorld) -> dict[str, Any]:

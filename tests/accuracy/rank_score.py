@@ -11,8 +11,12 @@ import numpy as np
 from bars import bar, beside, effective
 from rank_families import FAMILIES
 
+from tailscope import registry
+
 #: A culprit must be found where it makes others wait for more than so many times the clocks' stated error.
 DECIDABLE = 5.0
+#: And where the fault costs at least the share of the steps' time from which rules about ranks tell of anything.
+WORTH = next(rule.limits["share"] for rule, _ in registry.rules() if rule.name == "straggler-rank")
 TOP1_BAR, ALARM_BAR, CLOCK_BAR, BLIND_BAR = 0.98, 0.01, 0.93, 0.95
 BARRED = {family.name for family in FAMILIES if not family.unbarred and family.kind == "fault"}
 CLOCKED = {family.name for family in FAMILIES if not family.unclocked}
@@ -71,8 +75,13 @@ def error_s(world: World) -> float:
     return float(max(world["bound_ns"])) / 1e9
 
 
-def decidable(world: World) -> bool:
+def seen(world: World) -> bool:
+    """Whether a fault's lateness is beyond what clocks leave open."""
     return world["kind"] == "fault" and bool(world["lateness_s"] > DECIDABLE * error_s(world))
+
+
+def decidable(world: World) -> bool:
+    return seen(world) and bool(world["cost"] >= WORTH)
 
 
 def held(world: World) -> int:
@@ -102,6 +111,7 @@ def rows(worlds: Sequence[World]) -> list[dict[str, Any]]:
 def _row(family: str, offset_ms: float | None, members: Sequence[World]) -> dict[str, Any]:
     counts = Counter(outcome(w) for w in members)
     some = [w for w in members if decidable(w)]
+    cheap = [w for w in members if seen(w) and not decidable(w)]
     alarms = Counter(_anonymous(a) for w in members for a in false_alarms(w))
     return {
         "family": family,
@@ -111,6 +121,8 @@ def _row(family: str, offset_ms: float | None, members: Sequence[World]) -> dict
         **{name: counts[name] for name in (*OUTCOMES, "quiet")},
         "decidable": len(some),
         "decided": sum(outcome(w) == "top-1" for w in some),
+        "cheap": len(cheap),
+        "cheap_decided": sum(outcome(w) == "top-1" for w in cheap),
         "false_alarms": sum(bool(false_alarms(w)) for w in members),
         "alarms": dict(alarms.most_common(5)),
         "clocks": sum(len(w["off_ns"]) for w in members),
@@ -143,7 +155,7 @@ def bars(worlds: Sequence[World]) -> list[dict[str, Any]]:
     worth = effective(right, of) if clocked else 0.0
     return [
         bar(
-            f"top-1 culprit where lateness exceeds {DECIDABLE:g} × the clocks' stated error",
+            f"top-1 culprit where lateness exceeds {DECIDABLE:g} × the clocks' stated error and costs {WORTH:.0%} of the steps' time",
             sum(outcome(w) == "top-1" for w in some), len(some), TOP1_BAR, "lower",
         ),
         bar("false alarms in worlds without a fault", sum(bool(false_alarms(w)) for w in healthy), len(healthy), ALARM_BAR, "upper"),

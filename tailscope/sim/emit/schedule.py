@@ -93,6 +93,18 @@ class Log:
         return step[again], run[again]
 
     @cached_property
+    def fetches(self) -> tuple[Ints, Ints, Ints]:
+        """(run, began, known): the runs before which a request waited for its KV cache, from when to when in ns."""
+        requests, runs = self.outcome.requests, self.runs
+        if self.view.role != "decode" or not len(runs.request):
+            nothing = np.zeros(0, np.int64)
+            return nothing, nothing, nothing
+        _, first = np.unique(runs.request, return_index=True)
+        run = first[np.isfinite(requests.fetched_s[runs.request[first]])]
+        those = runs.request[run]
+        return run, ns(requests.fetch_s[those]), ns(requests.fetched_s[those])
+
+    @cached_property
     def composition(self) -> dict[str, Ints]:
         """Requests and tokens in each step, as its scheduler counts them."""
         steps, kept = self.view.steps, self.steps
@@ -139,6 +151,10 @@ def _lines(log: Log) -> Iterator[dict[str, Any]]:
     preempted = dict[int, list[int]]()
     for step, run in zip(*(values.tolist() for values in log.preempted), strict=True):
         preempted.setdefault(step, []).append(int(log.stay[run]))
+    fetched = {
+        run: [int(log.stay[run]), began - START_NS + MONOTONIC_NS, known - START_NS + MONOTONIC_NS]
+        for run, began, known in zip(*(values.tolist() for values in log.fetches), strict=True)
+    }
     states = np.column_stack([log.stay, runs.phase, runs.tokens, runs.computed_before]).tolist()
     begin, end = log.begin_ns.tolist(), log.end_ns.tolist()
     counts = list(zip(*(values.tolist() for values in log.composition.values()), strict=True))
@@ -173,6 +189,8 @@ def _lines(log: Log) -> Iterator[dict[str, Any]]:
             line["x"] = gone
         if n in preempted:
             line["p"] = preempted[n]
+        if waited := [fetched[run] for run in begins[n] if run in fetched]:
+            line["r"] = waited
         if blocked := BLOCKED_NAMES[int(steps.blocked[k])]:
             line["b"] = blocked
         if full:
