@@ -261,7 +261,7 @@ RULE = Rule(
             "KvThrash",
             "warning",
             "2m",
-            "The KV cache of {{ $labels.endpoint }} is {{ $value | humanizePercentage }} full and requests wait",
+            "The KV cache of {{ $labels.server }} is {{ $value | humanizePercentage }} full and requests wait",
             (
                 Signal(
                     f"avg_over_time(tailscope_kv_cache_usage_ratio{_alerts.WINDOW})",

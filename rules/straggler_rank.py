@@ -475,10 +475,10 @@ RULE = Rule(
             "Straggler",
             "warning",
             "5m",
-            "Others wait for rank {{ $labels.rank }} of {{ $labels.endpoint }} for {{ $value | humanizePercentage }} of the time of steps",
+            "Others wait for rank {{ $labels.rank }} of {{ $labels.server }} for {{ $value | humanizePercentage }} of the time of steps",
             (
                 Signal(
-                    "max by (endpoint, rank) (tailscope_straggler_ratio)",
+                    "max by (server, rank) (tailscope_straggler_ratio)",
                     ">= $share",
                     _alerts.is_found("straggler-rank"),
                 ),

@@ -34,6 +34,6 @@ def run(trace: str, last: str, rule: str | None, narrowed: bool) -> str:
         # `all` is everybody's objective, no class to look at.
         command += '{{ with $labels.class }}{{ if ne . "all" }} --class ' + quoted_in_shell(".")
         command += (
-            "{{ end }}{{ end }}{{ with $labels.endpoint }} --instance " + quoted_in_shell(".") + "{{ end }}"
+            "{{ end }}{{ end }}{{ with $labels.server }} --instance " + quoted_in_shell(".") + "{{ end }}"
         )
     return command + (escaped(f"; tailscope rules {shlex.quote(rule)}") if rule else "")

@@ -72,10 +72,10 @@ EXPORTER_HEALTH = (
         "ScrapeFailing",
         "warning",
         "5m",
-        "tailscope cannot scrape engine {{ $labels.endpoint }}",
+        "tailscope cannot scrape engine {{ $labels.server }}",
         (Signal("tailscope_up", "== 0"),),
         "Its queue, KV cache and preemptions are unknown, and what needs them is judged without it. It is down, hangs, or answers "
-        'with something else: tailscope_scrapes_total{endpoint="…"} says which.',
+        'with something else: tailscope_scrapes_total{server="…"} says which.',
         run=READY,
     ),
     Alert(
@@ -311,7 +311,7 @@ def _written(
         "summary": alert.summary,
         "description": alert.description or escaped(rule.why if rule else ""),
         "run": alert.run
-        # What a Prometheus that scrapes engines calls endpoint is a port.
+        # Only metrics of tailscope say which instance of the trace they are of.
         or run(wanted.trace, alert.last, rule.name if rule else None, narrowed=wanted.vllm is None),
         "dashboard": _dashboard(wanted.dashboard_url, shown),
     }

@@ -276,7 +276,7 @@ def test_metrics_by_class_are_what_was_sent(tmp_path: Path) -> None:
         ]  # an objective is an edge
         assert bucket.value == 2
         assert bucket.labels["class"] == "<512"
-        assert bucket.labels["endpoint"] == "engine-a"
+        assert bucket.labels["server"] == "engine-a"
         assert found["tailscope_time_to_first_token_seconds_bucket", "blue", "0.25"].value == 0
         exemplar = found["tailscope_time_to_first_token_seconds_bucket", "blue", "0.5"].exemplar
         assert exemplar is not None
@@ -314,7 +314,7 @@ def test_engines_are_scraped_and_what_is_none_is_told(tmp_path: Path) -> None:
                 for family in text_format(call(server.url("/metrics"))[1].decode()):
                     if family.name == "tailscope_scrapes":
                         for sample in family.samples:
-                            found.setdefault(sample.labels["endpoint"], set()).add(sample.labels["outcome"])
+                            found.setdefault(sample.labels["server"], set()).add(sample.labels["outcome"])
                 return found
 
             wait_for(lambda: len(outcomes()) == 4)
@@ -325,8 +325,8 @@ def test_engines_are_scraped_and_what_is_none_is_told(tmp_path: Path) -> None:
                 lying: {"broken"},
             }
             text = call(server.url("/metrics"))[1].decode()
-            assert f'tailscope_kv_cache_usage_ratio{{endpoint="{good}",engine="0"}} 0.5' in text
-            assert f'tailscope_up{{endpoint="{page}"}} 0.0' in text
+            assert f'tailscope_kv_cache_usage_ratio{{server="{good}",engine="0"}} 0.5' in text
+            assert f'tailscope_up{{server="{page}"}} 0.0' in text
     with Trace(tmp_path / "t.parquet") as trace:
         rows = trace.rows("SELECT DISTINCT name FROM metrics JOIN series USING (series)")
         assert {row["name"] for row in rows} == {"vllm:kv_cache_usage_perc", "vllm:num_requests_running"}

@@ -26,9 +26,9 @@ class Health:
         self.rejected = counter("rows_rejected", "Records that could not be used.", "reason")
         self.skipped = counter("rows_skipped", "Valid records that are not telemetry of ours.", "reason")
         self.duplicates = counter("rows_duplicate", "Rows given again, stored once.")
-        self.scrapes = counter("scrapes", "Scrapes of engines.", "endpoint", "outcome")
-        self.scrape_seconds = gauge("scrape_duration_seconds", "Duration of the last scrape.", "endpoint")
-        self.up = gauge("up", "Whether the last scrape was good.", "endpoint")
+        self.scrapes = counter("scrapes", "Scrapes of engines.", "server", "outcome")
+        self.scrape_seconds = gauge("scrape_duration_seconds", "Duration of the last scrape.", "server")
+        self.up = gauge("up", "Whether the last scrape was good.", "server")
         self.journal_bytes = gauge("journal_bytes", "Rows accepted that are not parts yet.")
         self.sync_seconds = Histogram(
             "tailscope_journal_sync_seconds",
@@ -43,9 +43,7 @@ class Health:
             "process_restarts", "Parts of the server that died and were started again.", "part"
         )
         self.reloads = counter("config_reloads", "Times the configuration was read again.", "outcome")
-        self.kv_usage = gauge("kv_cache_usage_ratio", "Share of the KV cache in use.", "endpoint", "engine")
-        self.running = gauge("requests_running", "Requests in the engine's batch.", "endpoint", "engine")
-        self.waiting = gauge("requests_waiting", "Requests in the engine's queue.", "endpoint", "engine")
-        self.preemptions = counter(
-            "preemptions", "Preemptions that the engine counted.", "endpoint", "engine"
-        )
+        self.kv_usage = gauge("kv_cache_usage_ratio", "Share of the KV cache in use.", "server", "engine")
+        self.running = gauge("requests_running", "Requests in the engine's batch.", "server", "engine")
+        self.waiting = gauge("requests_waiting", "Requests in the engine's queue.", "server", "engine")
+        self.preemptions = counter("preemptions", "Preemptions that the engine counted.", "server", "engine")

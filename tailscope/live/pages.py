@@ -58,10 +58,10 @@ class WatchMetrics:
         stragglers = GaugeMetricFamily(
             "tailscope_straggler_ratio",
             "Share of the steps' time that others wait for the rank.",
-            labels=["rank", "endpoint"],
+            labels=["rank", "server"],
         )
-        for (rank, endpoint), share in _stragglers(diagnosis).items():
-            stragglers.add_metric([rank, endpoint], share)
+        for (rank, server), share in _stragglers(diagnosis).items():
+            stragglers.add_metric([rank, server], share)
         yield stragglers
         outcomes = CounterMetricFamily("tailscope_diagnoses", "Looks at the window.", labels=["outcome"])
         for outcome, count in state.outcomes.items():

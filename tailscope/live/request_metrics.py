@@ -1,4 +1,4 @@
-"""Latencies by class, tenant, priority, model and endpoint, as Prometheus histograms.
+"""Latencies by class, tenant, priority, model and server, as Prometheus histograms.
 
 vLLM's own have no class. Buckets are 1-2.5-5 steps where latencies of LLMs lie, and every objective's limit is an edge,
 so that the share of requests that meet it is exact. What is added is counted by vectors, not row by row.
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tailscope.align import CLASS_SQL, class_macro
 from tailscope.config import Config
 
-LABELS = ("class", "tenant", "priority", "model_name", "endpoint")
+LABELS = ("class", "tenant", "priority", "model_name", "server")
 #: Beyond the caps, whoever it is.
 OTHER = "other"
 #: Rows that wait are counted at once when they are so many: a call costs more than a row.
@@ -179,14 +179,14 @@ class RequestMetrics:
         return places[labels.indices.to_numpy()], statuses
 
     def _place(self, text: str) -> int:
-        klass, tenant, priority, model, endpoint = text.split(_SEPARATOR)
+        klass, tenant, priority, model, server = text.split(_SEPARATOR)
         if tenant and tenant not in self._seen_tenants:
             if len(self._seen_tenants) >= self._tenants:
                 self._capped["tenant"] += 1
                 tenant = OTHER
             else:
                 self._seen_tenants.add(tenant)
-        labels: tuple[str, ...] = (klass, tenant, priority, model, endpoint)
+        labels: tuple[str, ...] = (klass, tenant, priority, model, server)
         if labels not in self._index and len(self._index) >= self._label_sets:
             self._capped["label_set"] += 1
             labels = (OTHER,) * len(LABELS)

@@ -246,29 +246,29 @@ class Server:
     def _on_scraped(self, report: scrape.Report) -> None:
         health = self.health
         self._trouble.pop("scraper", None)
-        for (endpoint, outcome), count in report.scrapes.items():
-            health.scrapes.labels(endpoint, outcome).inc(count)
-        for endpoint, seconds in report.seconds.items():
-            health.scrape_seconds.labels(endpoint).set(seconds)
-        for endpoint, up in report.up.items():
-            health.up.labels(endpoint).set(up)
+        for (server, outcome), count in report.scrapes.items():
+            health.scrapes.labels(server, outcome).inc(count)
+        for server, seconds in report.seconds.items():
+            health.scrape_seconds.labels(server).set(seconds)
+        for server, up in report.up.items():
+            health.up.labels(server).set(up)
         for reason, count in report.rejected.items():
             health.rejected.labels(reason).inc(count)
         for reason, count in report.skipped.items():
             health.skipped.labels(reason).inc(count)
         gauges = {"kv_usage": health.kv_usage, "running": health.running, "waiting": health.waiting}
-        for (what, endpoint, engine), value in report.shown.items():
+        for (what, server, engine), value in report.shown.items():
             if what in gauges:
-                gauges[what].labels(endpoint, engine).set(value)
+                gauges[what].labels(server, engine).set(value)
             else:
                 # A counter that fell began anew.
-                before = self._engines.get((what, endpoint, engine), value)
-                health.preemptions.labels(endpoint, engine).inc(value - before if value >= before else value)
-                self._engines[what, endpoint, engine] = value
-        for endpoint in report.gone:
+                before = self._engines.get((what, server, engine), value)
+                health.preemptions.labels(server, engine).inc(value - before if value >= before else value)
+                self._engines[what, server, engine] = value
+        for server in report.gone:
             for metric in (health.up, health.scrape_seconds):
                 with contextlib.suppress(KeyError):
-                    metric.remove(endpoint)
+                    metric.remove(server)
         for problem in dict.fromkeys(report.problems):
             self._say(problem)
         if report.disk_full:
