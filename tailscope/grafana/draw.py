@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from grafana_foundation_sdk.builders import common as common_build
@@ -67,14 +67,35 @@ def draw(board: Board) -> dashboard.Dashboard:
         made.with_variable(variable)
     if board.changes:
         made.annotation(_marked()).annotation(_restarted())
-    numbers = itertools.count(1)
+    numbers, y = itertools.count(1), 0
     for row in board.rows:
-        made.with_row(build.Row(row.title).id(next(numbers)))
-        narrow = sum(not chart.wide for chart in row.charts)
-        for chart in row.charts:
-            width = WIDTH if chart.wide else WIDTH // (2 if narrow % 3 else 3)
-            made.with_panel(_panel(chart).id(next(numbers)).span(width))
+        made.with_row(build.Row(row.title).id(next(numbers)).grid_pos(_at(0, y, WIDTH, 1)))
+        y += 1
+        for line in _lined_up(row.charts):
+            height = max(_height(chart) for chart in line)
+            width = WIDTH // len(line)
+            for place, chart in enumerate(line):
+                made.with_panel(
+                    _panel(chart).id(next(numbers)).grid_pos(_at(place * width, y, width, height))
+                )
+            y += height
     return made.build()
+
+
+def _lined_up(charts: Iterable[Chart]) -> Iterator[tuple[Chart, ...]]:
+    """Charts that stand beside each other: three or two, or one that is wide or left over."""
+    for wide, group in itertools.groupby(charts, key=lambda chart: chart.wide):
+        some = tuple(group)
+        most = 1 if wide else 2 if len(some) % 3 else 3
+        yield from (some[n : n + most] for n in range(0, len(some), most))
+
+
+def _height(chart: Chart) -> int:
+    return 2 * HEIGHT if chart.kind == "matrix" else HEIGHT
+
+
+def _at(x: int, y: int, width: int, height: int) -> dashboard.GridPos:
+    return dashboard.GridPos(x=x, y=y, w=width, h=height)
 
 
 # -- variables and annotations -----------------------------------------------------------------------
@@ -159,14 +180,7 @@ def _panel(chart: Chart) -> Any:
         "heatmap": _heatmap,
         "timeline": _timeline,
     }[chart.kind]
-    made = (
-        draw_one(chart)
-        .title(chart.title)
-        .description(chart.shows)
-        .unit(chart.unit)
-        .datasource(DATASOURCE)
-        .height(2 * HEIGHT if chart.kind == "matrix" else HEIGHT)
-    )
+    made = draw_one(chart).title(chart.title).description(chart.shows).unit(chart.unit).datasource(DATASOURCE)
     if chart.repeat:
         made.repeat(chart.repeat).repeat_direction("h").max_per_row(3)
     return made

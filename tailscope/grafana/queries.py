@@ -11,7 +11,7 @@ from tailscope.alert_objectives import bucket_rates
 WINDOW = "$window"
 RATE = "$__rate_interval"
 
-_METRIC = re.compile(r"(?<![\w:])((?:vllm|sglang):\w+|tailscope[_:][\w:]+)(?:\{([^{}]*)\})?")
+_METRIC = re.compile(r'(?<![\w:"])((?:vllm|sglang):\w+|tailscope[_:][\w:]+)(?:\{([^{}]*)\})?')
 #: Metrics -> their labels and the variables that choose among them; the first that matches holds.
 _FILTERS: tuple[tuple[str, dict[str, str]], ...] = (
     (r"vllm:admission_rejections_total", {"instance": "server", "model_name": "model_name"}),
