@@ -47,7 +47,7 @@ from tailscope.store import Trace
 
 PROMETHEUS, PROMTOOL = shutil.which("prometheus"), shutil.which("promtool")
 #: Scrapes in which something happens, one a second.
-SCRAPES = 12
+SCRAPES = 9
 SERVER = "vllm-0"
 SAMPLE = re.compile(r"^(\w[\w:]*)(?:\{(.*)\})? (\S+)$")
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -79,7 +79,7 @@ class Fleet:
 
     def _spans(self, table: pa.Table) -> pa.Table:
         """As spans tell them, by when they end; some fail."""
-        table = table.filter(pc.is_valid(table["queue_ns"])).sort_by("finished_ns")
+        table = table.filter(pc.and_(pc.is_valid(table["queue_ns"]), pc.is_valid(table["ttft_ns"]))).sort_by("finished_ns")
         status = ["error" if n % 50 == 0 else "ok" for n in range(len(table))]
         index = table.schema.get_field_index("status")
         table = table.set_column(index, table.schema.field(index), pa.array(status, table["status"].type))
@@ -132,7 +132,7 @@ class Fleet:
         health.trace_bytes.set(1_000_000)
 
     def page(self) -> str:
-        return self._pages[min(6 + self.step, len(self._pages) - 1)]
+        return self._pages[6 + min(self.step, SCRAPES)]
 
     def connector(self) -> str:
         """What the simulation knows nothing of, with counters that rise evenly."""
