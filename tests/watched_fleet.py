@@ -79,7 +79,9 @@ class Fleet:
 
     def _spans(self, table: pa.Table) -> pa.Table:
         """As spans tell them, by when they end; some fail."""
-        table = table.filter(pc.and_(pc.is_valid(table["queue_ns"]), pc.is_valid(table["ttft_ns"]))).sort_by("finished_ns")
+        table = table.filter(pc.and_(pc.is_valid(table["queue_ns"]), pc.is_valid(table["ttft_ns"]))).sort_by(
+            "finished_ns"
+        )
         status = ["error" if n % 50 == 0 else "ok" for n in range(len(table))]
         index = table.schema.get_field_index("status")
         table = table.set_column(index, table.schema.field(index), pa.array(status, table["status"].type))

@@ -23,6 +23,7 @@ _FILTERS: tuple[tuple[str, dict[str, str]], ...] = (
         {"server": "server", "engine": "engine"},
     ),
     (r"tailscope_(up|straggler_ratio)", {"server": "server"}),
+    (r"tailscope_journal_.*", {}),
     (
         r"tailscope_((coupling|unexplained)_ratio|tail_excess_seconds|slo_seconds)|tailscope:slo_.*",
         {"class": "class"},
