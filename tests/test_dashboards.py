@@ -42,6 +42,7 @@ from tailscope.alerts import EXPORTER_HEALTH
 from tailscope.cli import app
 from tailscope.config import parse
 from tailscope.grafana import __main__ as making
+from tailscope.grafana.fleet import OBJECTIVE
 from tailscope.grafana.of_rules import chart_of, open_findings
 from tailscope.grafana.queries import narrowed, of_every_version
 from tailscope.model import Alert, Rule, Signal
@@ -423,6 +424,12 @@ def test_every_query_has_an_answer(fleet_and_server: Watching, panel: dict[str, 
     found = server.query(with_values(expr))
     assert found
     assert any(math.isfinite(value) for _, value in found)
+    if panel["type"] == "table":
+        # It would be one more column, and rows of several queries would not be one.
+        assert not any("__name__" in labels for labels, _ in found)
+        assert len(panel["targets"]) == 1 or {frozenset(k) for k, _ in found} == {
+            frozenset(OBJECTIVE.split(", "))
+        }
     # A line's name must tell it from the others.
     [legend] = {t["legendFormat"] for t in panel["targets"] if t["expr"] == expr}
     if panel["type"] in ("timeseries", "state-timeline"):

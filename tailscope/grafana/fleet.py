@@ -48,7 +48,7 @@ def _now() -> Chart:
     share = f"{POPULATION.above} / {POPULATION.observed}"
     numbers = (
         (f"max by ({OBJECTIVE}) (tailscope_slo_seconds)", Column("limit", "s")),
-        (POPULATION.observed, Column("requests/s", "reqps")),
+        (f"max by ({OBJECTIVE}) ({POPULATION.observed})", Column("requests/s", "reqps")),
         (share, Column("above the limit, 5 min", "percentunit")),
         (_any_quantile("5m"), Column("burn, 5 min", "none", FACTORS)),
         *((_any_quantile(burn.long), Column(f"burn, {burn.long}", "none", FACTORS)) for burn in BURNS),
