@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 # An environment that uv made has none.
 NEEDS_PIP = $(RUN) -m pip --version >/dev/null 2>&1 || $(RUN) -m ensurepip >/dev/null
 
-.PHONY: help demo test check docs bench accuracy accuracy-ranks clean
+.PHONY: help demo test check docs dashboards bench accuracy accuracy-ranks clean
 .DEFAULT_GOAL := help
 
 help:
@@ -13,6 +13,7 @@ help:
 	@echo "make test    run the tests"
 	@echo "make check   ruff, mypy and the import contracts"
 	@echo "make docs    write the generated pages in docs/"
+	@echo "make dashboards write the dashboards for Grafana"
 	@echo "make accuracy play labelled worlds, score the diagnosis, write docs/accuracy.md (some hours)"
 	@echo "make accuracy-ranks the same for worlds of ranks, docs/accuracy-ranks.md (an hour)"
 	@echo "make bench   measure speed and memory on synthetic traces"
@@ -33,6 +34,9 @@ check: $(VENV)/installed-dev
 
 docs: $(VENV)/installed
 	$(RUN) -m tailscope.render.reference
+
+dashboards: $(VENV)/installed-dev
+	$(RUN) -m tailscope.grafana
 
 bench: $(VENV)/installed-dev
 	$(RUN) tests/benchmarks/run.py

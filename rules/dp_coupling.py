@@ -294,4 +294,5 @@ RULE = Rule(
         "Replay with --prefill-schedule-interval: long gaps become rarer on all engines",
     ),
     decide=decide,
+    dashboard="ranks",
 )

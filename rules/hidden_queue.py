@@ -10,6 +10,7 @@ from tailscope.model import (
     Decision,
     Evidence,
     Finding,
+    Panel,
     Party,
     Remedy,
     Rows,
@@ -225,6 +226,13 @@ RULE = Rule(
             thresholds=(
                 _alerts.QUEUED,
                 Threshold("least", 20, "requests", "Of fewer no mean says what is usual."),
+            ),
+            panel=Panel(
+                "engine",
+                "Time before the engine's queue",
+                "s",
+                "{{instance}} {{engine}}",
+                "Mean TTFT less queue and prefill: what the API server takes before the engine knows of a request, near nothing when it keeps up.",
             ),
         ),
     ),

@@ -12,6 +12,7 @@ from tailscope.model import (
     Decision,
     Evidence,
     Finding,
+    Panel,
     Party,
     Rows,
     Rule,
@@ -296,6 +297,13 @@ RULE = Rule(
                 Threshold(
                     "high", HIGH_SHARE, "0-1", "From this share of a class's excess on a finding is high."
                 ),
+            ),
+            panel=Panel(
+                "classes",
+                "Share of the tail that is others' prefill",
+                "percentunit",
+                "{{class}} {{metric}}",
+                "How much of the slow requests' excess is waiting for prefill of others: it falls to nothing when classes are decoupled.",
             ),
         ),
     ),

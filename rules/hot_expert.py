@@ -320,4 +320,5 @@ RULE = Rule(
         "--eplb-config '{\"log_balancedness\": true}'",
     ),
     decide=decide,
+    dashboard="ranks",
 )

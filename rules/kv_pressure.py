@@ -13,6 +13,7 @@ from tailscope.model import (
     Decision,
     Evidence,
     Finding,
+    Panel,
     Party,
     Remedy,
     Rows,
@@ -197,6 +198,8 @@ SHORT_FIRST = Remedy(
     "vLLM V1",
     "Long prompts wait longer, for as long as short ones keep coming",
 )
+#: What its panels show.
+IN_USE = "Mean share of the KV cache that is held: above the line while requests wait, the next thing is preemption."
 #: What the alert means.
 BEFORE_PREEMPTION = (
     "A warning, before anybody is preempted: requests wait for room in the KV cache, and the next answers that grow throw "
@@ -256,6 +259,13 @@ RULE = Rule(
             ),
             BEFORE_PREEMPTION,
             thresholds=(_alerts.QUEUED,),
+            panel=Panel(
+                "engine",
+                "KV cache in use",
+                "percentunit",
+                "{{instance}} {{engine}}",
+                IN_USE,
+            ),
         ),
         Alert(
             "KvThrash",
@@ -271,6 +281,13 @@ RULE = Rule(
             ),
             BEFORE_PREEMPTION,
             thresholds=(_alerts.QUEUED,),
+            panel=Panel(
+                "fleet",
+                "KV cache in use",
+                "percentunit",
+                "{{server}} {{engine}}",
+                IN_USE,
+            ),
         ),
     ),
 )

@@ -7,7 +7,19 @@ from collections.abc import Mapping, Sequence
 from scipy import stats
 
 from tailscope import outliers
-from tailscope.model import Alert, Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Signal, Threshold
+from tailscope.model import (
+    Alert,
+    Decision,
+    Evidence,
+    Finding,
+    Panel,
+    Party,
+    Remedy,
+    Rows,
+    Rule,
+    Signal,
+    Threshold,
+)
 
 from . import _alerts, _pauses, _tails
 from ._tails import BEYOND_BATCH, Row
@@ -250,6 +262,13 @@ RULE = Rule(
             ),
             "An engine that stands still finishes nothing, so no histogram shows it and no p99 rises: all that wait for it wait "
             "until somebody restarts it or sends their requests elsewhere.",
+            panel=Panel(
+                "engine",
+                "Requests running all the time",
+                "none",
+                "{{instance}} {{engine}}",
+                "The fewest requests that ran at once in five minutes: above nothing while no tokens are computed, the engine stands still.",
+            ),
         ),
     ),
 )

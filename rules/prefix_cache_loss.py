@@ -10,6 +10,7 @@ from tailscope.model import (
     Decision,
     Evidence,
     Finding,
+    Panel,
     Party,
     Remedy,
     Rows,
@@ -265,6 +266,23 @@ RULE = Rule(
                 Threshold("least", 100, "requests", "A few conversations make a hit rate of their own."),
             ),
             last="30m",
+            panel=Panel(
+                "engine",
+                "Fall of the prefix cache's hit rate",
+                "percentunit",
+                "{{instance}} {{engine}}",
+                "Hit rate of the six hours before less that of the last half hour: above the line prompts that were cached are computed again.",
+            ),
+        ),
+    ),
+    panels=(
+        Panel(
+            "engine",
+            "Prefix cache hit rate",
+            "percentunit",
+            "{{instance}} {{engine}}",
+            "Share of prompt tokens that need no prefill: a step down is a changed template, another router, or a cache too small.",
+            hit_rate(_alerts.WINDOW),
         ),
     ),
 )

@@ -14,6 +14,7 @@ from tailscope.model import (
     Decision,
     Evidence,
     Finding,
+    Panel,
     Party,
     Remedy,
     Rows,
@@ -430,6 +431,13 @@ RULE = Rule(
                     f"and {waiting} > $slowdown * avg_over_time(vllm:num_requests_running{_alerts.WINDOW})",
                 )
                 for waiting in (_alerts.WAITING, _alerts.ALL_WAITING)
+            ),
+            panel=Panel(
+                "engine",
+                "Time to serve the queue",
+                "s",
+                "{{instance}} {{engine}}",
+                "Requests waiting divided by the rate at which requests finish: what joins the queue now waits about so long.",
             ),
         ),
     ),

@@ -11,6 +11,7 @@ from tailscope.model import (
     Decision,
     Evidence,
     Finding,
+    Panel,
     Party,
     Remedy,
     Rows,
@@ -265,6 +266,13 @@ RULE = Rule(
                 Threshold(
                     "none", 0.1, "requests", "Nobody for nine tenths of the time: it had room to spare."
                 ),
+            ),
+            panel=Panel(
+                "engine",
+                "Requests waiting by replica",
+                "none",
+                "{{instance}} {{engine}}",
+                "Means of a quarter of an hour: one replica above the line while another lies at nothing is the router's doing.",
             ),
         ),
     ),

@@ -311,4 +311,5 @@ RULE = Rule(
         "Swap the rank to another host: lateness that stays with the port is the link's",
     ),
     decide=decide,
+    dashboard="ranks",
 )

@@ -14,6 +14,7 @@ from tailscope.model import (
     Decision,
     Evidence,
     Finding,
+    Panel,
     Party,
     Remedy,
     Rows,
@@ -470,6 +471,7 @@ RULE = Rule(
         "Watch the steps' time after the change: it should fall by what its lateness cost them",
     ),
     decide=decide,
+    dashboard="ranks",
     alerts=(
         Alert(
             "Straggler",
@@ -482,6 +484,13 @@ RULE = Rule(
                     ">= $share",
                     _alerts.is_found("straggler-rank"),
                 ),
+            ),
+            panel=Panel(
+                "ranks",
+                "Time that others wait for a rank",
+                "percentunit",
+                "{{server}} rank {{rank}}",
+                "Share of the steps' time that the other ranks stand still until this one arrives: one rank above the rest is the straggler.",
             ),
         ),
     ),

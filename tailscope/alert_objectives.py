@@ -211,6 +211,21 @@ def bucket_missing(population: Population) -> Alert:
     )
 
 
+def bucket_rates(histogram: str, label: str, window: str, offset: str = "") -> str:
+    """PromQL of its buckets by a label, of which quantiles are computed: those of parts cannot be added up."""
+    ago = f" offset {offset}" if offset else ""
+    return f"sum by (le, {label}) (rate({histogram}_bucket[{window}]{ago}))"
+
+
+def burn_rate(population: Population, quantile: str, budget: float, window: str) -> str:
+    """PromQL: how many times as fast as it may be the error budget is used up."""
+    chosen = f'{{quantile="{quantile}"}}'
+    observed, above = population.observed + chosen, population.above + chosen
+    if window == "5m":
+        return f"{above} / {observed} / {budget:g}"
+    return f"sum_over_time({above}[{window}]) / sum_over_time({observed}[{window}]) / {budget:g}"
+
+
 # -- recordings --------------------------------------------------------------------------------------
 
 
@@ -219,7 +234,7 @@ def recordings(population: Population, found: Sequence[Goal]) -> Iterator[dict[s
         name = population.histograms[metric]
         if population.spelled_by is not None:
             name = stock_metrics.spelled(name, population.spelled_by)
-        expr = f"sum by (le, {population.label}) (rate({name}_bucket[5m]))"
+        expr = bucket_rates(name, population.label, "5m")
         yield {"record": population.buckets(metric), "expr": expr}
     for goal in found:
         if goal.klass is not None:
@@ -350,12 +365,7 @@ def _whose(population: Population, goal: Goal) -> str:
 def _burn_alert(population: Population, quantile: str, budget: float, burn: Burn) -> Alert:
     chosen = f'{{quantile="{quantile}"}}'
     observed, above = population.observed + chosen, population.above + chosen
-
-    def rate(window: str) -> str:
-        if window == "5m":
-            return f"{above} / {observed} / {budget:g}"
-        return f"sum_over_time({above}[{window}]) / sum_over_time({observed}[{window}]) / {budget:g}"
-
+    long, short = (burn_rate(population, quantile, budget, window) for window in (burn.long, burn.short))
     return Alert(
         f"{quantile.upper()}BudgetBurn",
         burn.severity,
@@ -364,9 +374,9 @@ def _burn_alert(population: Population, quantile: str, budget: float, burn: Burn
         f"{quantile} objective allows",
         (
             Signal(
-                rate(burn.long),
+                long,
                 f"> {burn.factor:g}",
-                f"and {rate(burn.short)} > {burn.factor:g}\n"
+                f"and {short} > {burn.factor:g}\n"
                 f"and {INTERVAL_S} * sum_over_time({above}[{burn.long}]) >= {MIN_TAIL_SAMPLES:g}"
                 + (f"\nand count_over_time({observed}[{burn.long}]) >= {burn.known}" if burn.known else ""),
             ),

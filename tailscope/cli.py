@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from tailscope.cli_alerts import alerts
+from tailscope.cli_dashboards import dashboards
 from tailscope.errors import BadInput, UsageError
 
 if TYPE_CHECKING:
@@ -334,6 +335,7 @@ def rules(
 
 
 app.command()(alerts)
+app.command()(dashboards)
 
 
 class Example(StrEnum):

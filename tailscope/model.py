@@ -218,7 +218,30 @@ class Signal:
     def query(self, limits: Mapping[str, float]) -> str:
         """All of it, with the thresholds' values."""
         text = f"({self.expr}) {self.test}" + (f"\n{self.guard}" if self.guard else "")
-        return re.sub(r"\$(\w+)", lambda name: f"{limits[name[1]]:g}", text)
+        return with_limits(text, limits)
+
+
+def with_limits(text: str, limits: Mapping[str, float]) -> str:
+    """PromQL with the values of thresholds for their names."""
+    return re.sub(r"\$(\w+)", lambda name: f"{limits[name[1]]:g}", text)
+
+
+Dashboard = Literal["fleet", "classes", "engine", "ranks", "pd"]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """How a number looks over time on a dashboard: on which one, its unit as Grafana calls it, a line's name by its labels,
+    and a sentence on what to see in it. An alert's shows what its signals compute and where their threshold lies;
+    `expr` is for a rule that has more to show.
+    """
+
+    dashboard: Dashboard
+    title: str
+    unit: str
+    legend: str
+    shows: str
+    expr: str = ""
 
 
 @dataclass(frozen=True)
@@ -228,6 +251,7 @@ class Alert:
     Of `signals` the first of each source counts whose metrics exist. `thresholds` are those that its rule does not have,
     because metrics show something else than a trace. `summary`, `description` and `run` are Prometheus templates; without
     a description the rule's `why` stands there. What to run is a diagnosis of the `last` part of a trace, unless `run` says.
+    Of an open finding there is no `panel`: dashboards show them all.
     """
 
     name: str
@@ -239,6 +263,7 @@ class Alert:
     thresholds: tuple[Threshold, ...] = ()
     last: str = "15m"
     run: str = ""
+    panel: Panel | None = None
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Z][A-Za-z0-9]*", self.name):
@@ -263,6 +288,10 @@ class Rule:
     confirm_by: tuple[str, ...]
     decide: Callable[[Rows, Mapping[str, float]], Decision]
     alerts: tuple[Alert, ...] = ()
+    #: What there is to see besides what alerts watch.
+    panels: tuple[Panel, ...] = ()
+    #: Where its findings are shown, besides the fleet's dashboard.
+    dashboard: Dashboard = "fleet"
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", self.name):

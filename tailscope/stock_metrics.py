@@ -34,6 +34,24 @@ SINCE: dict[str, Version] = {
     "vllm:e2e_request_latency_seconds": OLDEST,
     "vllm:request_queue_time_seconds": OLDEST,
     "vllm:request_prefill_time_seconds": OLDEST,
+    "vllm:request_decode_time_seconds": OLDEST,
+    "vllm:iteration_tokens_total": OLDEST,
+    "vllm:prompt_tokens_by_source_total": (0, 16),
+    "vllm:admission_rejections_total": (0, 33),
+}
+
+#: Likewise of what only a server with a KV connector has.
+TRANSFERS: dict[str, Version] = {
+    "vllm:external_prefix_cache_queries_total": (0, 12),
+    "vllm:external_prefix_cache_hits_total": (0, 12),
+    "vllm:nixl_xfer_time_seconds": (0, 12),
+    "vllm:nixl_post_time_seconds": (0, 12),
+    "vllm:nixl_bytes_transferred": (0, 12),
+    "vllm:nixl_num_failed_transfers_total": (0, 12),
+    "vllm:nixl_num_kv_expired_reqs_total": (0, 16),
+    "vllm:mooncake_xfer_time_seconds": (0, 33),
+    "vllm:mooncake_bytes_transferred": (0, 33),
+    "vllm:num_requests_kv_fetch_by_stage": (0, 33),
 }
 
 #: Newest name -> what it was called in versions before the one named. 0.10 has both, the old one throughout.
@@ -88,12 +106,13 @@ def written(version: Version) -> str:
 
 def names(query: str) -> set[str]:
     """vLLM's metrics in PromQL, histograms without their suffixes."""
-    return {_SUFFIX.sub("", name) if name not in SINCE else name for name in _NAME.findall(query)}
+    return {name if name in SINCE else _SUFFIX.sub("", name) for name in _NAME.findall(query)}
 
 
 def since(query: str) -> Version:
     """The first version that has all metrics of a query."""
-    return max((SINCE[name] for name in names(query)), default=OLDEST)
+    known = SINCE | TRANSFERS
+    return max((known[name] for name in names(query)), default=OLDEST)
 
 
 def spelled(query: str, version: Version) -> str:

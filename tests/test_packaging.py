@@ -24,6 +24,7 @@ from tailscope import registry
 INSTALLED = {
     "tailscope": "tailscope",
     "collectors": "tailscope/collectors",
+    "dashboards": "tailscope/dashboards",
     "rules": "tailscope/rules",
     "examples": "tailscope/examples",
 }
@@ -34,6 +35,8 @@ DISTRIBUTIONS = {
     "prometheus_client": "prometheus-client",
     "yaml": "PyYAML",
 }
+#: What only makes files of the repository.
+FOR_MAKING = {"grafana_foundation_sdk": "grafana-foundation-sdk"}
 #: Imported by a dependency of ours for us: `trace.requests.df()` is DuckDB's, and needs it.
 FOR_OTHERS = {"pandas"}
 NO_NETWORK = re.compile(
@@ -129,10 +132,14 @@ def test_dependencies_are_what_is_imported() -> None:
         for path in source_files("tailscope", "collectors", "rules")
         if path.suffix == ".py"
         for name in _imports(ROOT / path)
-        if name not in sys.stdlib_module_names and name != "tailscope"
+        if name not in sys.stdlib_module_names and name != "tailscope" and name not in FOR_MAKING
     }
     listed = {re.split(r"[<>=!~\[; ]", entry)[0] for entry in PROJECT["project"]["dependencies"]}
     assert listed == imported | FOR_OTHERS
+    for_developers = {
+        re.split(r"[<>=!~\[; ]", entry)[0] for entry in PROJECT["project"]["optional-dependencies"]["dev"]
+    }
+    assert set(FOR_MAKING.values()) <= for_developers
 
 
 def test_every_folder_of_code_is_a_package() -> None:

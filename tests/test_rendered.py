@@ -37,6 +37,7 @@ WRITTEN = [
         "docs/experts.md",
         "docs/steps.md",
         "docs/alerts.md",
+        "docs/dashboards.md",
     ),
 ]
 PAGES = [*WRITTEN, *(f"docs/{name}" for name in reference.pages())]
