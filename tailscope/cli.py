@@ -479,7 +479,10 @@ def record(
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    from tailscope.safe import printable
+
+    # Names of engines and what they answer are anybody's text.
+    print(printable(text, 2000), file=sys.stderr, flush=True)
 
 
 @app.callback(invoke_without_command=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import pyarrow as pa
 from tailscope import registry
 from tailscope.errors import BadInput
 from tailscope.live.health import Health
-from tailscope.live.journal import Busy, Journal
+from tailscope.live.journal import Busy, Journal, is_disk_full
 from tailscope.schema import REQUESTS
 from tailscope.source import Options, Tally
 
@@ -56,6 +55,12 @@ class Intake:
 
     async def spans(self, message: bytes, is_json: bool, protocol: Protocol) -> Accepted:
         """Returns once the rows are on the disk. Raises Refused."""
+        # A sender that gives up meanwhile does not undo what is on the disk, and it is counted.
+        taken = asyncio.ensure_future(self._spans(message, is_json, protocol))
+        taken.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(taken)
+
+    async def _spans(self, message: bytes, is_json: bool, protocol: Protocol) -> Accepted:
         if self._decoding + len(message) > MOST_DECODING:
             raise self.refused(protocol, "busy", "more spans come than can be written", retry=True)
         self._decoding += len(message)
@@ -72,10 +77,10 @@ class Intake:
         except Busy as error:
             raise self.refused(protocol, "busy", "more spans come than can be written", retry=True) from error
         except OSError as error:
-            self._health.disk_full.set(error.errno in (errno.ENOSPC, errno.EDQUOT))
+            self._health.set_disk_full("spans", is_disk_full(error))
             why = f"the journal cannot be written: {error.strerror}"
             raise self.refused(protocol, "disk", why, retry=True) from error
-        self._health.disk_full.set(0)
+        self._health.set_disk_full("spans", False)
         rejected = tally.rejected.total()
         self._health.spans.labels(protocol).inc(rows.num_rows + tally.skipped.total() + rejected)
         for reason, count in tally.rejected.items():

@@ -30,6 +30,7 @@ async def start(
 
     async def export(message: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
         if not access.allows(dict(context.invocation_metadata() or ()).get("authorization")):
+            intake.refused("grpc", "unauthenticated", "", retry=False)
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a bearer token is needed")
         try:
             accepted = await intake.spans(message, False, "grpc")

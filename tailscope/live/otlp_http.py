@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
-
 from aiohttp import web
 from google.protobuf.json_format import MessageToJson
 from google.protobuf.message import Message
 from google.rpc.code_pb2 import Code
 from google.rpc.status_pb2 import Status
-from isal import isal_zlib
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTracePartialSuccess,
     ExportTraceServiceResponse,
 )
 
 from tailscope.live.access import Access
+from tailscope.live.gunzip import PIECE, Gunzip, NotGzip, TooLarge
 from tailscope.live.intake import RETRY_S, Intake, Refused
 
-ZLIB_ERRORS: Any = isal_zlib.error  # its stubs call it an instance
 PATH = "/v1/traces"
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 #: A body that takes longer to come is given up.
 BODY_S = 10.0
-PIECE = 64 << 10
 
 
 class _Wrong(Exception):
@@ -40,6 +36,7 @@ def routes(intake: Intake, access: Access, max_message: int) -> list[web.RouteDe
     async def export(request: web.Request) -> web.Response:
         is_json = request.content_type == JSON
         if not access.allows(request.headers.get("Authorization")):
+            intake.refused("http", "unauthenticated", "", retry=False)
             return _failure(401, Code.UNAUTHENTICATED, "a bearer token is needed", is_json)
         try:
             message = await _body(request, max_message)
@@ -97,25 +94,15 @@ async def _joined(pieces: AsyncIterator[bytes], most: int) -> bytes:
 
 
 async def _gunzipped(pieces: AsyncIterator[bytes], most: int) -> bytes:
-    """Unpacked piece by piece, so that what unpacks to too much is never unpacked."""
-    inflate = isal_zlib.decompressobj(wbits=31)
-    found = bytearray()
+    gunzip = Gunzip(most)
     try:
         async for piece in pieces:
-            while piece and not inflate.eof:
-                found += inflate.decompress(piece, PIECE)
-                if len(found) > most:
-                    raise _Wrong(413, f"the message is larger than {most:,} bytes unpacked")
-                piece = inflate.unconsumed_tail
-        while not inflate.eof and (more := inflate.decompress(b"", PIECE)):
-            found += more
-            if len(found) > most:
-                raise _Wrong(413, f"the message is larger than {most:,} bytes unpacked")
-    except ZLIB_ERRORS as error:
-        raise _Wrong(400, "the body is not gzip") from error
-    if not inflate.eof:
-        raise _Wrong(400, "the gzip body ends early")
-    return bytes(found)
+            gunzip.feed(piece)
+        return gunzip.finish()
+    except TooLarge as error:
+        raise _Wrong(413, f"the message is larger than {most:,} bytes unpacked") from error
+    except NotGzip as error:
+        raise _Wrong(400, str(error)) from error
 
 
 def _failure(status: int, code: int, text: str, is_json: bool) -> web.Response:

@@ -6,6 +6,7 @@ so that the share of requests that meet it is exact. What is added is counted by
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ LABELS = ("class", "tenant", "priority", "model_name", "server")
 OTHER = "other"
 #: Rows that wait are counted at once when they are so many: a call costs more than a row.
 MOST_WAITING = 20_000
+#: An exemplar's label may have 128 letters at most; what is no id of a trace links nowhere.
+TRACE_ID = re.compile("[0-9a-f]{32}")
 #: A label's value is cut to this length: names of a trace are anybody's text.
 MOST_TEXT = 128
 
@@ -205,7 +208,8 @@ class RequestMetrics:
         flat = places * counts.shape[1] + buckets
         _, last = np.unique(flat[::-1], return_index=True)
         for i in (len(flat) - 1 - last).tolist():
-            if trace_id := trace_ids[int(ok[i])].as_py():
+            trace_id = trace_ids[int(ok[i])].as_py()
+            if TRACE_ID.fullmatch(trace_id):
                 self._exemplars[number, int(places[i]), int(buckets[i])] = (trace_id, float(values[i]))
 
     def render(self, exemplars: bool) -> bytes:

@@ -13,11 +13,14 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import grpc
+import pyarrow as pa
 from aiohttp import web
 from prometheus_client import Counter
 
@@ -28,7 +31,7 @@ from tailscope.live import otlp_grpc, otlp_http, pages, scrape
 from tailscope.live.access import access_of
 from tailscope.live.health import Health
 from tailscope.live.intake import Intake
-from tailscope.live.journal import Journal
+from tailscope.live.journal import Journal, is_disk_full
 from tailscope.live.keep import Keeper, Kept
 from tailscope.live.request_metrics import RequestMetrics
 from tailscope.live.settings import Address, Serve, load
@@ -77,12 +80,15 @@ class Server:
         """Raises UsageError where it cannot listen or write."""
         serve = self._serve
         with _held(serve.trace):
-            cut = sum(journals.recover(self._folder, name) for name in (SPANS, PAGES))
+            try:
+                cut = sum(journals.recover(self._folder, name) for name in (SPANS, PAGES))
+                journal = Journal(self._folder, SPANS, on_sync=self.health.sync_seconds.observe)
+            except OSError as error:
+                raise UsageError(f"{self._folder}: cannot write: {error.strerror}") from error
             if cut:
                 self._say(
                     f"{cut:,} bytes of the journal were not whole and had been acknowledged to nobody: cut off"
                 )
-            journal = Journal(self._folder, SPANS, on_sync=self.health.sync_seconds.observe)
             options = Options(attributes=serve.config.attributes, hash_ids=serve.hash_ids)
             intake = Intake(journal, options, self.health, self._requests.add)
             if serve.listen is not None:
@@ -226,12 +232,17 @@ class Server:
             self._trouble[part] = f"the {part} died and is started again"
             self._say(self._trouble[part])
             if part == "scraper":
-                journals.recover(self._folder, PAGES)
+                with contextlib.suppress(OSError):  # what it left is closed at the next start
+                    await asyncio.to_thread(journals.recover, self._folder, PAGES)
             await asyncio.sleep(RESTART_S)
 
-    def _on_kept(self, message: Kept | str) -> None:
-        if isinstance(message, str):
-            self._trouble["keeper"] = message
+    def _on_kept(self, message: Kept | NotKept) -> None:
+        full = isinstance(message, NotKept) and message.disk_full
+        self.health.set_disk_full("keeper", full)
+        if isinstance(message, NotKept):
+            if self._trouble.get("keeper") != message.why:
+                self._say(message.why)
+            self._trouble["keeper"] = message.why
         else:
             self._trouble.pop("keeper", None)
             self._kept(message)
@@ -239,6 +250,9 @@ class Server:
     def _kept(self, kept: Kept) -> None:
         for table, count in kept.rows.items():
             self.health.written.labels(table).inc(count)
+        for damage in kept.damaged:
+            self.health.damaged.inc()
+            self._say(damage)
         self.health.duplicates.inc(kept.duplicates)
         self.health.trace_bytes.set(kept.trace_bytes)
         self.health.trace_parts.set(kept.trace_parts)
@@ -263,16 +277,28 @@ class Server:
             else:
                 # A counter that fell began anew.
                 before = self._engines.get((what, server, engine), value)
-                health.preemptions.labels(server, engine).inc(value - before if value >= before else value)
+                health.preemptions.labels(server, engine).inc(
+                    value - before if value >= before else max(0.0, value)
+                )
                 self._engines[what, server, engine] = value
         for server in report.gone:
-            for metric in (health.up, health.scrape_seconds):
-                with contextlib.suppress(KeyError):
-                    metric.remove(server)
+            self._forget(server)
         for problem in dict.fromkeys(report.problems):
             self._say(problem)
-        if report.disk_full:
-            health.disk_full.set(1)
+        if report.disk_full is not None:
+            health.set_disk_full("pages", report.disk_full)
+
+    def _forget(self, server: str) -> None:
+        """Series of an engine that is scraped no more: last values would stand there for ever."""
+        health = self.health
+        for metric in (
+            health.up, health.scrape_seconds, health.scrapes, health.kv_usage, health.running, health.waiting, health.preemptions,
+        ):  # fmt: skip
+            shown = [sample.labels for family in metric.collect() for sample in family.samples]
+            for labels in {tuple(found.values()) for found in shown if found["server"] == server}:
+                metric.remove(*labels)
+        for key in [key for key in self._engines if key[1] == server]:
+            del self._engines[key]
 
 
 def _samples(metric: Counter) -> Iterator[tuple[dict[str, str], float]]:
@@ -280,6 +306,14 @@ def _samples(metric: Counter) -> Iterator[tuple[dict[str, str], float]]:
         for sample in family.samples:
             if sample.name.endswith("_total"):
                 yield sample.labels, sample.value
+
+
+@dataclass(frozen=True)
+class NotKept:
+    """Why a round of the keeper failed. It is tried again; the rows are in the journal."""
+
+    why: str
+    disk_full: bool
 
 
 _GONE = object()
@@ -319,9 +353,9 @@ def _keep_main(pipe: Connection, keeper: Keeper) -> None:
     os.nice(5)
     while not pipe.poll(KEEP_S):
         try:
-            message: Kept | str = keeper.round()
-        except TailscopeError as error:
-            message = str(error)
+            message: Kept | NotKept = keeper.round()
+        except (TailscopeError, OSError, duckdb.Error, pa.ArrowException) as error:
+            message = NotKept(str(error), is_disk_full(error) or is_disk_full(error.__cause__))
         try:
             pipe.send(message)
         except OSError:
@@ -364,6 +398,7 @@ async def _run(
     loop = asyncio.get_running_loop()
     server = Server(settings, config_path, say)
     changed: Serve | None = None
+    ended = False
 
     def reload() -> None:
         nonlocal changed
@@ -377,12 +412,11 @@ async def _run(
             server.health.reloads.labels("error").inc()
             say(f"{error}. The configuration stays as it was")
         else:
-            server.health.reloads.labels("good").inc()
             server.stop()
 
     def end() -> None:
-        nonlocal changed
-        changed = None
+        nonlocal changed, ended
+        changed, ended = None, True
         server.stop()
 
     for name in (signal.SIGINT, signal.SIGTERM):
@@ -390,10 +424,22 @@ async def _run(
     loop.add_signal_handler(signal.SIGHUP, reload)
     if for_s is not None:
         loop.call_later(for_s, end)
+    before: Serve | None = None  # what ran until the configuration was read again
     while True:
-        await server.run()
-        if changed is None:
-            return server
-        say("configuration read again")
+        try:
+            await server.run()
+        except UsageError as error:
+            if before is None or ended:
+                raise
+            # It can be read but not be run, for example because a port is taken.
+            say(f"{error}. The configuration stays as it was")
+            server.health.reloads.labels("error").inc()
+            settings, before, changed = before, None, None
+        else:
+            if changed is None:
+                return server
+            server.health.reloads.labels("good").inc()
+            say("configuration read again")
+            settings, before, changed = changed, settings, None
         # Counts of tailscope's own go on.
-        server, changed = Server(changed, config_path, say, server.health), None
+        server = Server(settings, config_path, say, server.health)
