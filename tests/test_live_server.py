@@ -104,7 +104,8 @@ class Running:
             task = asyncio.create_task(self.server.run())
             started = asyncio.create_task(self.server.started.wait())
             await asyncio.wait([task, started], return_when=asyncio.FIRST_COMPLETED)
-            self._started.set()
+            if not task.done():
+                self._started.set()
             await task
 
         try:
