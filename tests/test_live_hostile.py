@@ -14,7 +14,6 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -32,7 +31,7 @@ from tailscope.live.otlp_grpc import SERVICE
 
 MOST = 1_000_000
 WAIT_S = 1.0
-HOSTILE = "<script>alert(1)</script>\x1b[31m\u202e\"\\\n\r\x1f\x00}é"
+HOSTILE = '<script>alert(1)</script>\x1b[31m\u202e"\\\n\r\x1f\x00}é'
 EXPECTED: set[str] = set()
 
 
@@ -103,9 +102,15 @@ def test_json_as_the_protocol_has_it(server: Running) -> None:
     for number, kind in enumerate(kinds):
         name = f"json-{number}"
         EXPECTED.add(name)
-        body = document(span(attributes=named(name), unknownField={"x": []}, spanId=f"{number + 1:016X}"), unknown=1)
+        body = document(
+            span(attributes=named(name), unknownField={"x": []}, spanId=f"{number + 1:016X}"), unknown=1
+        )
         status, text, headers = post(server, body, {"Content-Type": kind})
-        assert (status, json.loads(text), headers["Content-Type"].split(";")[0]) == (200, {}, "application/json")
+        assert (status, json.loads(text), headers["Content-Type"].split(";")[0]) == (
+            200,
+            {},
+            "application/json",
+        )
     bad = span(endTimeUnixNano="1")
     partial = json.loads(post(server, document(bad), JSON)[1])["partialSuccess"]
     assert partial == {"rejectedSpans": "1", "errorMessage": "span ends before it starts"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+
 from aiohttp import web
 from google.protobuf.json_format import MessageToJson
 from google.protobuf.message import Message

@@ -11,6 +11,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -57,14 +58,14 @@ class Server:
     def __init__(
         self,
         serve: Serve,
-        config_path: Path | None = None,
+        config_text: bytes | None = None,
         say: Callable[[str], object] = print,
         health: Health | None = None,
     ) -> None:
         self.ports: dict[str, int] = {}
         self.started = asyncio.Event()
         self.health = health or Health()
-        self._serve, self._config_path, self._say = serve, config_path, say
+        self._serve, self._config_text, self._say = serve, config_text, say
         self._access = access_of(serve)
         self._folder = serve.trace / JOURNAL
         self._requests = RequestMetrics(serve.config, serve.tenants, serve.label_sets)
@@ -82,7 +83,12 @@ class Server:
         with _held(serve.trace):
             try:
                 cut = sum(journals.recover(self._folder, name) for name in (SPANS, PAGES))
-                journal = Journal(self._folder, SPANS, on_sync=self.health.sync_seconds.observe)
+                journal = Journal(
+                    self._folder,
+                    SPANS,
+                    segment_s=journals.SEGMENT_S,
+                    on_sync=self.health.sync_seconds.observe,
+                )
             except OSError as error:
                 raise UsageError(f"{self._folder}: cannot write: {error.strerror}") from error
             if cut:
@@ -91,12 +97,13 @@ class Server:
                 )
             options = Options(attributes=serve.config.attributes, hash_ids=serve.hash_ids)
             intake = Intake(journal, options, self.health, self._requests.add)
-            if serve.listen is not None:
-                self._watch = Watch(
-                    serve.trace, self._config_path, serve.window_s, serve.every_s, serve.trace / HISTORY
-                )
             async with contextlib.AsyncExitStack() as stack:
                 stack.push_async_callback(asyncio.to_thread, journal.close)
+                if serve.listen is not None:
+                    config = self._config_text and stack.enter_context(_file_with(self._config_text))
+                    self._watch = Watch(
+                        serve.trace, config or None, serve.window_s, serve.every_s, serve.trace / HISTORY
+                    )
                 await self._listen(stack, intake)
                 tasks = [asyncio.create_task(self._count())]
                 tasks.append(asyncio.create_task(self._keep(stack)))
@@ -301,6 +308,19 @@ class Server:
             del self._engines[key]
 
 
+@contextlib.contextmanager
+def _file_with(text: bytes) -> Iterator[Path]:
+    """The configuration as it is in use, whatever becomes of its file meanwhile."""
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="tailscope-")
+        path = Path(folder.name, "tailscope.toml")
+        path.write_bytes(text)
+    except OSError as error:
+        raise UsageError(f"{tempfile.gettempdir()}: cannot write: {error.strerror}") from error
+    with folder:
+        yield path
+
+
 def _samples(metric: Counter) -> Iterator[tuple[dict[str, str], float]]:
     for family in metric.collect():
         for sample in family.samples:
@@ -396,23 +416,28 @@ async def _run(
     settings: Serve, config_path: Path | None, for_s: float | None, say: Callable[[str], object]
 ) -> Server:
     loop = asyncio.get_running_loop()
-    server = Server(settings, config_path, say)
-    changed: Serve | None = None
+    now = settings, _text_of(config_path)
+    before: tuple[Serve, bytes | None] | None = None  # what ran until the configuration was read again
+    changed: tuple[Serve, bytes | None] | None = None
     ended = False
+    server = Server(*now, say)
 
     def reload() -> None:
         nonlocal changed
         if config_path is None:
             return
         try:
-            changed = load(config_path)
-            access_of(changed)
+            changed = load(config_path), _text_of(config_path)
+            access_of(changed[0])
         except UsageError as error:
             changed = None
-            server.health.reloads.labels("error").inc()
-            say(f"{error}. The configuration stays as it was")
+            stays(error)
         else:
             server.stop()
+
+    def stays(error: UsageError) -> None:
+        server.health.reloads.labels("error").inc()
+        say(f"{error}. The configuration stays as it was")
 
     def end() -> None:
         nonlocal changed, ended
@@ -424,7 +449,6 @@ async def _run(
     loop.add_signal_handler(signal.SIGHUP, reload)
     if for_s is not None:
         loop.call_later(for_s, end)
-    before: Serve | None = None  # what ran until the configuration was read again
     while True:
         try:
             await server.run()
@@ -432,14 +456,20 @@ async def _run(
             if before is None or ended:
                 raise
             # It can be read but not be run, for example because a port is taken.
-            say(f"{error}. The configuration stays as it was")
-            server.health.reloads.labels("error").inc()
-            settings, before, changed = before, None, None
+            stays(error)
+            now, before, changed = before, None, None
         else:
             if changed is None:
                 return server
             server.health.reloads.labels("good").inc()
             say("configuration read again")
-            settings, before, changed = changed, settings, None
+            now, before, changed = changed, now, None
         # Counts of tailscope's own go on.
-        server = Server(settings, config_path, say, server.health)
+        server = Server(*now, say, server.health)
+
+
+def _text_of(path: Path | None) -> bytes | None:
+    try:
+        return None if path is None else path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
