@@ -428,7 +428,7 @@ def serve(
 ) -> None:
     """Run beside a fleet: receive spans, scrape engines, keep the trace, export metrics by class, say what is found."""
     from tailscope.live import settings
-    from tailscope.live.server import serve as run
+    from tailscope.live.run import serve as run
 
     run(settings.load(config), config, None, _say)
 

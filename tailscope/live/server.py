@@ -35,7 +35,7 @@ from tailscope.live.intake import Intake
 from tailscope.live.journal import Journal, is_disk_full
 from tailscope.live.keep import Keeper, Kept
 from tailscope.live.request_metrics import RequestMetrics
-from tailscope.live.settings import Address, Serve, load
+from tailscope.live.settings import Address, Serve
 from tailscope.live.watch import Watch
 from tailscope.source import Options
 
@@ -65,7 +65,8 @@ class Server:
         self.ports: dict[str, int] = {}
         self.started = asyncio.Event()
         self.health = health or Health()
-        self._serve, self._config_text, self._say = serve, config_text, say
+        self.say = say
+        self._serve, self._config_text = serve, config_text
         self._access = access_of(serve)
         self._folder = serve.trace / JOURNAL
         self._requests = RequestMetrics(serve.config, serve.tenants, serve.label_sets)
@@ -92,7 +93,7 @@ class Server:
             except OSError as error:
                 raise UsageError(f"{self._folder}: cannot write: {error.strerror}") from error
             if cut:
-                self._say(
+                self.say(
                     f"{cut:,} bytes of the journal were not whole and had been acknowledged to nobody: cut off"
                 )
             options = Options(attributes=serve.config.attributes, hash_ids=serve.hash_ids)
@@ -184,7 +185,7 @@ class Server:
 
     def _said(self, key: str, what: str, where: Address) -> None:
         self.ports[key] = where.port
-        self._say(f"{what} on {where}")
+        self.say(f"{what} on {where}")
 
     def _not_ready(self) -> str:
         return "; ".join(self._trouble.values())
@@ -209,7 +210,7 @@ class Server:
         try:
             self._kept(self._keeper().round())
         except TailscopeError as error:
-            self._say(f"{error}. What was acknowledged is in the journal and is kept at the next start")
+            self.say(f"{error}. What was acknowledged is in the journal and is kept at the next start")
 
     async def _keep(self, stack: contextlib.AsyncExitStack) -> None:
         await self._supervise("keeper", _keep_main, (self._keeper(),), self._on_kept)
@@ -237,7 +238,7 @@ class Server:
                 await asyncio.shield(asyncio.to_thread(_end, process, ours))
             self.health.restarts.labels(part).inc()
             self._trouble[part] = f"the {part} died and is started again"
-            self._say(self._trouble[part])
+            self.say(self._trouble[part])
             if part == "scraper":
                 with contextlib.suppress(OSError):  # what it left is closed at the next start
                     await asyncio.to_thread(journals.recover, self._folder, PAGES)
@@ -248,7 +249,7 @@ class Server:
         self.health.set_disk_full("keeper", full)
         if isinstance(message, NotKept):
             if self._trouble.get("keeper") != message.why:
-                self._say(message.why)
+                self.say(message.why)
             self._trouble["keeper"] = message.why
         else:
             self._trouble.pop("keeper", None)
@@ -259,7 +260,7 @@ class Server:
             self.health.written.labels(table).inc(count)
         for damage in kept.damaged:
             self.health.damaged.inc()
-            self._say(damage)
+            self.say(damage)
         self.health.duplicates.inc(kept.duplicates)
         self.health.trace_bytes.set(kept.trace_bytes)
         self.health.trace_parts.set(kept.trace_parts)
@@ -291,7 +292,7 @@ class Server:
         for server in report.gone:
             self._forget(server)
         for problem in dict.fromkeys(report.problems):
-            self._say(problem)
+            self.say(problem)
         if report.disk_full is not None:
             health.set_disk_full("pages", report.disk_full)
 
@@ -402,74 +403,3 @@ def _held(trace: Path) -> Any:
         except OSError as error:
             raise UsageError(f"{trace}: another tailscope serves this trace") from error
         yield
-
-
-def serve(
-    settings: Serve, config_path: Path | None, for_s: float | None, say: Callable[[str], object]
-) -> Server:
-    """Run until SIGINT or SIGTERM, or for `for_s` seconds; returns what ran. SIGHUP reads `config_path` again and goes on
-    with it, or, where it has an error, as before. Raises UsageError."""
-    return asyncio.run(_run(settings, config_path, for_s, say))
-
-
-async def _run(
-    settings: Serve, config_path: Path | None, for_s: float | None, say: Callable[[str], object]
-) -> Server:
-    loop = asyncio.get_running_loop()
-    now = settings, _text_of(config_path)
-    before: tuple[Serve, bytes | None] | None = None  # what ran until the configuration was read again
-    changed: tuple[Serve, bytes | None] | None = None
-    ended = False
-    server = Server(*now, say)
-
-    def reload() -> None:
-        nonlocal changed
-        if config_path is None:
-            return
-        try:
-            changed = load(config_path), _text_of(config_path)
-            access_of(changed[0])
-        except UsageError as error:
-            changed = None
-            stays(error)
-        else:
-            server.stop()
-
-    def stays(error: UsageError) -> None:
-        server.health.reloads.labels("error").inc()
-        say(f"{error}. The configuration stays as it was")
-
-    def end() -> None:
-        nonlocal changed, ended
-        changed, ended = None, True
-        server.stop()
-
-    for name in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(name, end)
-    loop.add_signal_handler(signal.SIGHUP, reload)
-    if for_s is not None:
-        loop.call_later(for_s, end)
-    while True:
-        try:
-            await server.run()
-        except UsageError as error:
-            if before is None or ended:
-                raise
-            # It can be read but not be run, for example because a port is taken.
-            stays(error)
-            now, before, changed = before, None, None
-        else:
-            if changed is None:
-                return server
-            server.health.reloads.labels("good").inc()
-            say("configuration read again")
-            now, before, changed = changed, now, None
-        # Counts of tailscope's own go on.
-        server = Server(*now, say, server.health)
-
-
-def _text_of(path: Path | None) -> bytes | None:
-    try:
-        return None if path is None else path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
