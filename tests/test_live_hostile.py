@@ -5,6 +5,7 @@ One server for all: that it still works at the end is the last test.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import http.client
 import json
@@ -12,6 +13,7 @@ import random
 import socket
 import struct
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
@@ -24,7 +26,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from test_live_server import JSON, PROTOBUF, Running, call, ids_of, request, settings
 
-from tailscope.live import otlp_http
+from tailscope.live import intake, otlp_http
 from tailscope.live import server as serving
 from tailscope.live.intake import Intake, Refused
 from tailscope.live.otlp_grpc import SERVICE
@@ -356,6 +358,21 @@ def test_senders_that_give_up_leave_the_journal_working(server: Running) -> None
             head = f"POST /v1/traces HTTP/1.1\r\nHost: x\r\nContent-Type: application/x-protobuf\r\nContent-Length: {len(body)}\r\n\r\n"
             found.sendall(head.encode() + body)
     assert post(server, accepted(server, "after-who-gave-up"), PROTOBUF)[0] == 200
+
+
+def test_senders_that_never_end_are_refused_before_the_memory_is_full(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake, "MOST_COMING", 2_000_000)
+    head = b"POST /v1/traces HTTP/1.1\r\nHost: x\r\nContent-Type: application/x-protobuf\r\nContent-Encoding: gzip\r\n"
+    packed = gzip.compress(bytes(900_000))[:-8]
+    with contextlib.ExitStack() as stack:
+        endless = [stack.enter_context(connected(server)) for _ in range(4)]
+        for found in endless:
+            found.sendall(head + b"Content-Length: 10000\r\n\r\n" + packed)
+        answers = Counter(found.recv(1000).split()[1] for found in endless)
+        assert answers == {b"503": 2, b"408": 2}
+    assert post(server, accepted(server, "after-endless"), PROTOBUF)[0] == 200
 
 
 def test_it_still_works_and_has_counted(server: Running) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
@@ -22,6 +23,8 @@ Protocol = Literal["grpc", "http"]
 DECODERS = 2
 #: Bytes of exports being decoded; beyond them whoever sends must wait.
 MOST_DECODING = 64 << 20
+#: Bytes of exports that have not come whole; a thousand senders that never end must not fill the memory.
+MOST_COMING = 256 << 20
 #: When to try again.
 RETRY_S = 1.0
 
@@ -51,7 +54,7 @@ class Intake:
         self._journal, self._options, self._health, self._on_rows = journal, options, health, on_rows
         self._collector = registry.span_collector()
         self._pool = ThreadPoolExecutor(DECODERS, thread_name_prefix="decode")
-        self._decoding = 0
+        self._decoding = self._coming = 0
 
     async def spans(self, message: bytes, is_json: bool, protocol: Protocol) -> Accepted:
         """Returns once the rows are on the disk. Raises Refused."""
@@ -89,6 +92,23 @@ class Intake:
             self._health.skipped.labels(reason).inc(count)
         self._on_rows(rows)
         return Accepted(rejected, "; ".join(tally.rejected))
+
+    @contextlib.contextmanager
+    def holding(self, protocol: Protocol) -> Iterator[Callable[[int], None]]:
+        """To be called with the bytes that are held of an export while it comes; raises Refused where all are too many."""
+        held = 0
+
+        def hold(size: int) -> None:
+            nonlocal held
+            self._coming += size - held
+            held = size
+            if self._coming > MOST_COMING:
+                raise self.refused(protocol, "busy", "too many exports come at once", retry=True)
+
+        try:
+            yield hold
+        finally:
+            self._coming -= held
 
     def refused(self, protocol: Protocol, reason: str, text: str, retry: bool) -> Refused:
         """The refusal of an export, counted."""

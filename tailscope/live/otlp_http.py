@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 from aiohttp import web
 from google.protobuf.json_format import MessageToJson
@@ -16,7 +15,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 
 from tailscope.live.access import Access
-from tailscope.live.gunzip import PIECE, Gunzip, NotGzip, TooLarge
+from tailscope.live.bodies import BODIES, PIECE, NotGzip, TooLarge
 from tailscope.live.intake import RETRY_S, Intake, Refused
 
 PATH = "/v1/traces"
@@ -40,7 +39,7 @@ def routes(intake: Intake, access: Access, max_message: int) -> list[web.RouteDe
             intake.refused("http", "unauthenticated", "", retry=False)
             return _failure(401, Code.UNAUTHENTICATED, "a bearer token is needed", is_json)
         try:
-            message = await _body(request, max_message)
+            message = await _body(request, max_message, intake)
             accepted = await intake.spans(message, is_json, "http")
         except _Wrong as wrong:
             intake.refused("http", "malformed", str(wrong), retry=False)
@@ -67,43 +66,27 @@ def routes(intake: Intake, access: Access, max_message: int) -> list[web.RouteDe
     ]
 
 
-async def _body(request: web.Request, most: int) -> bytes:
-    """The body, unpacked. Raises _Wrong."""
+async def _body(request: web.Request, most: int, intake: Intake) -> bytes:
+    """The body, unpacked. Raises _Wrong or Refused."""
     if request.content_type not in (PROTOBUF, JSON):
         raise _Wrong(415, f"Content-Type must be {PROTOBUF} or {JSON}")
-    encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
-    if encoding not in ("identity", "gzip"):
+    encoding = request.headers.get("Content-Encoding", "").strip().lower()
+    if encoding not in BODIES:
         raise _Wrong(415, "Content-Encoding must be gzip or identity")
-    pieces = request.content.iter_chunked(PIECE)
-    try:
-        async with asyncio.timeout(BODY_S):
-            body = await (_gunzipped(pieces, most) if encoding == "gzip" else _joined(pieces, most))
-    except TimeoutError as error:
-        raise _Wrong(408, f"the body did not come within {BODY_S:g} s") from error
-    return body
-
-
-async def _joined(pieces: AsyncIterator[bytes], most: int) -> bytes:
-    found: list[bytes] = []
-    size = 0
-    async for piece in pieces:
-        size += len(piece)
-        if size > most:
-            raise _Wrong(413, f"the message is larger than {most:,} bytes")
-        found.append(piece)
-    return b"".join(found)
-
-
-async def _gunzipped(pieces: AsyncIterator[bytes], most: int) -> bytes:
-    gunzip = Gunzip(most)
-    try:
-        async for piece in pieces:
-            gunzip.feed(piece)
-        return gunzip.finish()
-    except TooLarge as error:
-        raise _Wrong(413, f"the message is larger than {most:,} bytes unpacked") from error
-    except NotGzip as error:
-        raise _Wrong(400, str(error)) from error
+    body = BODIES[encoding](most)
+    with intake.holding("http") as hold:
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for piece in request.content.iter_chunked(PIECE):
+                    body.feed(piece)
+                    hold(body.size)
+            return body.finish()
+        except TimeoutError as error:
+            raise _Wrong(408, f"the body did not come within {BODY_S:g} s") from error
+        except TooLarge as error:
+            raise _Wrong(413, f"the message is larger than {most:,} bytes") from error
+        except NotGzip as error:
+            raise _Wrong(400, str(error)) from error
 
 
 def _failure(status: int, code: int, text: str, is_json: bool) -> web.Response:

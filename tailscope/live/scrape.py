@@ -23,7 +23,7 @@ import pyarrow as pa
 from tailscope import registry
 from tailscope.layout import partition_of
 from tailscope.live.access import ca_context, read_token
-from tailscope.live.gunzip import PIECE, Gunzip, NotGzip, TooLarge
+from tailscope.live.bodies import BODIES, PIECE, NotGzip, TooLarge
 from tailscope.live.journal import SEGMENT_S, Busy, Journal, is_disk_full
 from tailscope.live.settings import Scrape
 from tailscope.live.targets import REFRESH_S, Target, targets_of
@@ -272,19 +272,13 @@ async def _page(url: str, scrape: Scrape, session: aiohttp.ClientSession) -> byt
                 raise _Failed(REDIRECT)
             if response.status != 200:
                 raise _Failed(BAD_STATUS)
-            encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
-            if encoding not in ("identity", "gzip"):
+            encoding = response.headers.get("Content-Encoding", "").strip().lower()
+            if encoding not in BODIES:
                 raise _Failed(BROKEN)  # nobody asked for it
-            gunzip = Gunzip(MOST_PAGE) if encoding == "gzip" else None
-            page = bytearray()
+            page = BODIES[encoding](MOST_PAGE)
             async for piece in response.content.iter_chunked(PIECE):
-                if gunzip is not None:
-                    gunzip.feed(piece)
-                    continue
-                page += piece
-                if len(page) > MOST_PAGE:
-                    raise _Failed(TOO_LARGE)
-            return bytes(page) if gunzip is None else gunzip.finish()
+                page.feed(piece)
+            return page.finish()
     except TooLarge as error:
         raise _Failed(TOO_LARGE) from error
     except TimeoutError as error:

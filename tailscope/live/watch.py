@@ -134,9 +134,13 @@ class Watch:
             self._remember(changes)
 
     async def _diagnose(self, now_s: float) -> tuple[str, Mapping[str, Any] | None, str]:
-        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now_s - self._window_s))
+        # Spans of the future, of a sender whose clock is wrong, are not in every window from now on.
+        since, until = (
+            time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time_s))
+            for time_s in (now_s - self._window_s, now_s + 1)
+        )
         command = [sys.executable, "-P", "-m", "tailscope", "diagnose", os.fspath(self._trace)]
-        command += ["--format", "json", "--from", since, "--memory-limit", MEMORY]
+        command += ["--format", "json", "--from", since, "--to", until, "--memory-limit", MEMORY]
         if self._config is not None:
             command += ["--config", os.fspath(self._config)]
         try:

@@ -1,4 +1,4 @@
-"""Unpacks gzip that may be anybody's: piece by piece, so that what unpacks to too much is never unpacked."""
+"""Bodies that may be anybody's, plain or gzip: taken piece by piece, so that what is or unpacks to too much is never held."""
 
 from __future__ import annotations
 
@@ -19,12 +19,33 @@ class NotGzip(Exception):
     """The text says what is wrong."""
 
 
-class Gunzip:
-    """Takes packed pieces, gives what they unpack to at the end. A body may have many members, one behind the other."""
+class Plain:
+    """Takes pieces of a body, gives all of it at the end; `size` is what is held of it."""
 
     def __init__(self, most: int) -> None:
-        self._most, self._packed = most, 0
+        self._most = most
         self._found = bytearray()
+
+    @property
+    def size(self) -> int:
+        return len(self._found)
+
+    def feed(self, piece: bytes) -> None:
+        """Raises TooLarge."""
+        if len(self._found) + len(piece) > self._most:
+            raise TooLarge
+        self._found += piece
+
+    def finish(self) -> bytes:
+        return bytes(self._found)
+
+
+class Gunzip(Plain):
+    """Takes packed pieces, gives what they unpack to. A body may have many members, one behind the other."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(most)
+        self._packed = 0
         self._inflate: Any = None
 
     def feed(self, piece: bytes) -> None:
@@ -60,3 +81,7 @@ class Gunzip:
         if self._inflate is not None or not self._packed:
             raise NotGzip("the gzip body ends early")
         return bytes(self._found)
+
+
+#: What takes a body, by its Content-Encoding.
+BODIES = {"identity": Plain, "": Plain, "gzip": Gunzip}
