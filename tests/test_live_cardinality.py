@@ -38,3 +38,22 @@ def test_a_million_tenants_do_not_grow_memory_beyond_the_cap() -> None:
     ]
     assert sum(counts) == 20 * BATCH
     metrics.close()
+
+
+def test_names_of_megabytes_are_cut_before_they_are_copied() -> None:
+    metrics = RequestMetrics(Config(), tenants=5, label_sets=20)
+    metrics.add(rows(0))
+    metrics.count()
+    long = "\x1f" * 10_000_000
+    tables = [
+        REQUESTS.batch({"tenant": [long], "model": [long], "status": ["ok"], "ttft_ns": [10**8]})
+        for _ in range(20)
+    ]
+    table = pa.concat_tables(tables)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    metrics.add(table)
+    page = metrics.render(exemplars=False)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    assert grown < 100, f"{grown:.0f} MB"  # of 400 MB
+    assert max(map(len, page.splitlines())) < 1000
+    metrics.close()

@@ -11,20 +11,24 @@ import http.client
 import json
 import random
 import socket
+import ssl
 import struct
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
+import aiohttp
 import grpc
 import pytest
 from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
-from test_live_server import JSON, PROTOBUF, Running, call, ids_of, request, settings
+from test_live_server import JSON, PROTOBUF, Running, call, ids_of, request, running, settings
 
 from tailscope.live import intake, otlp_http
 from tailscope.live import server as serving
@@ -383,3 +387,44 @@ def test_it_still_works_and_has_counted(server: Running) -> None:
     with exporter(server) as export:
         assert export(accepted(server, "last-by-grpc")) == b""
     assert post(server, accepted(server, "last-by-http"), PROTOBUF)[0] == 200
+
+
+def test_tls_that_is_never_finished_hinders_nobody(tmp_path: Path) -> None:
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
+    command += [
+        "-addext",
+        "subjectAltName=IP:127.0.0.1",
+        "-keyout",
+        str(tmp_path / "k"),
+        "-out",
+        str(tmp_path / "c"),
+    ]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("no openssl")
+    with (
+        running(settings(tmp_path, tls_cert_file="c", tls_key_file="k")) as secure,
+        contextlib.ExitStack() as stack,
+    ):
+        for key in ("otlp_http", "listen", "otlp_grpc"):
+            for begun in (b"", b"\x16\x03\x01\x02\x00", b"GET / HTTP/1.1\r\n\r\n"):
+                stack.enter_context(connected(secure, key)).sendall(begun)
+        context = ssl.create_default_context(cafile=tmp_path / "c")
+        for key, method in (("otlp_http", "POST"), ("listen", "GET")):
+            port = secure.server.ports[key]
+            path = "/v1/traces" if method == "POST" else "/metrics"
+            client = http.client.HTTPSConnection("127.0.0.1", port, timeout=5, context=context)
+            with closing(client):
+                client.request(method, path, request("tls").SerializeToString(), PROTOBUF)
+                assert client.getresponse().status == 200
+        credentials = grpc.ssl_channel_credentials((tmp_path / "c").read_bytes())
+        with grpc.secure_channel(f"127.0.0.1:{secure.server.ports['otlp_grpc']}", credentials) as channel:
+            assert (
+                channel.unary_unary(f"/{SERVICE}/Export")(request("tls-grpc").SerializeToString(), timeout=5)
+                == b""
+            )
+        # Who speaks in the clear is refused.
+        with pytest.raises(aiohttp.ClientError):
+            call(f"http://127.0.0.1:{secure.server.ports['otlp_http']}/v1/traces", b"", PROTOBUF)
+    assert ids_of(tmp_path / "t.parquet") == ["tls", "tls-grpc"]

@@ -93,7 +93,9 @@ def test_a_configuration_with_an_error_leaves_the_old_one(tmp_path: Path) -> Non
     try:
         assert 'class="<512",metric="ttft",percentile="p99"} 0.7' in served.page()
         served.reload("tenants = 'many'")
-        served.wait_said("[serve] tenants: must be a whole number from 1. The configuration stays as it was")
+        served.wait_said(
+            "[serve] tenants: must be a whole number from 1 to 10000. The configuration stays as it was"
+        )
         served.reload("= [")
         served.wait_said("tailscope.toml")
         served.reload('bearer_token_file = "missing"')

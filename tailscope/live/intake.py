@@ -64,7 +64,8 @@ class Intake:
         return await asyncio.shield(taken)
 
     async def _spans(self, message: bytes, is_json: bool, protocol: Protocol) -> Accepted:
-        if self._decoding + len(message) > MOST_DECODING:
+        # One alone is decoded whatever its size: it would come again and again.
+        if self._decoding and self._decoding + len(message) > MOST_DECODING:
             raise self.refused(protocol, "busy", "more spans come than can be written", retry=True)
         self._decoding += len(message)
         try:
@@ -102,7 +103,7 @@ class Intake:
             nonlocal held
             self._coming += size - held
             held = size
-            if self._coming > MOST_COMING:
+            if self._coming > MOST_COMING and self._coming > held:
                 raise self.refused(protocol, "busy", "too many exports come at once", retry=True)
 
         try:

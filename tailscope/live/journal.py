@@ -104,7 +104,9 @@ class Journal:
         # Whoever waits for it may give up; it is written all the same.
         entry.done.set_running_or_notify_cancel()
         with self._changed:
-            if self._closing or self.state.waiting_bytes + len(frames) > self._most_waiting:
+            waiting = self.state.waiting_bytes
+            # One alone is written whatever its size: it would come again and again.
+            if self._closing or (waiting and waiting + len(frames) > self._most_waiting):
                 raise Busy
             self.state.waiting_bytes += len(frames)
             self._waiting.append(entry)

@@ -98,7 +98,7 @@ _COUNTERS = {
 _SEPARATOR = "\x1f"
 #: A name from a trace may hold the separator.
 _LABEL_SQL = tuple(
-    f"replace({sql}, chr(31), ' ')"
+    f"replace(left({sql}, {MOST_TEXT}), chr(31), ' ')"
     for sql in (
         CLASS_SQL,
         "coalesce(tenant, '')",
@@ -160,9 +160,8 @@ class RequestMetrics:
     def _told(self, rows: pa.Table) -> pa.Table:
         latencies = ", ".join(f"({latency.sql})::DOUBLE AS {latency.name}" for latency in LATENCIES)
         counters = ", ".join(f"({sql})::DOUBLE AS {name}" for name, (_, sql) in _COUNTERS.items())
-        cut = ", ".join(f"left({sql}, {MOST_TEXT})" for sql in _LABEL_SQL)
         sql = f"""
-            SELECT concat_ws(chr(31), {cut}) AS labels, coalesce(status, 'ok') AS status,
+            SELECT concat_ws(chr(31), {", ".join(_LABEL_SQL)}) AS labels, coalesce(status, 'ok') AS status,
                    coalesce(trace_id, '') AS trace_id, {latencies}, {counters}
             FROM new_rows
         """

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -226,10 +228,13 @@ class Server:
         """Run a process, take what it says, start it again where it dies."""
         context = multiprocessing.get_context("spawn")
         while True:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_as_child, args=(theirs, main, arguments), daemon=True)
-            process.start()
-            theirs.close()
+            try:
+                process, ours = _started(context, main, arguments)
+            except OSError as error:  # no memory, or no file descriptors: until there are
+                self._trouble[part] = f"the {part} cannot be started: {error.strerror}"
+                self.say(self._trouble[part])
+                await asyncio.sleep(RESTART_S)
+                continue
             try:
                 while (message := await asyncio.to_thread(_received, ours)) is not _GONE:
                     if message is not None:
@@ -337,6 +342,20 @@ class NotKept:
     disk_full: bool
 
 
+def _started(
+    context: SpawnContext, main: Callable[..., object], arguments: tuple[Any, ...]
+) -> tuple[BaseProcess, Connection]:
+    ours, theirs = context.Pipe()
+    with theirs:
+        process = context.Process(target=_as_child, args=(theirs, main, arguments), daemon=True)
+        try:
+            process.start()
+        except BaseException:
+            ours.close()
+            raise
+        return process, ours
+
+
 _GONE = object()
 
 
@@ -348,7 +367,7 @@ def _received(pipe: Connection) -> Any:
         return _GONE
 
 
-def _end(process: multiprocessing.process.BaseProcess, pipe: Connection) -> None:
+def _end(process: BaseProcess, pipe: Connection) -> None:
     with contextlib.suppress(OSError):
         pipe.send("stop")
     # What it says meanwhile must not block it.
