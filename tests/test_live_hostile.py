@@ -14,6 +14,7 @@ import socket
 import ssl
 import struct
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -28,10 +29,10 @@ from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
-from test_live_server import JSON, PROTOBUF, Running, call, ids_of, request, running, settings
+from test_live_kill import free_port
+from test_live_server import JSON, PROTOBUF, Running, call, ids_of, request, running, settings, wait_for
 
-from tailscope.live import intake, otlp_http
-from tailscope.live import server as serving
+from tailscope.live import connections, intake, otlp_http
 from tailscope.live.intake import Intake, Refused
 from tailscope.live.otlp_grpc import SERVICE
 
@@ -45,7 +46,7 @@ EXPECTED: set[str] = set()
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("hostile")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serving, "IDLE_S", WAIT_S)
+        patch.setattr(connections, "IDLE_S", WAIT_S)
         patch.setattr(otlp_http, "BODY_S", WAIT_S)
         running = Running(settings(folder, max_message="1MB"))
         try:
@@ -208,6 +209,42 @@ def test_idle_connections_hinder_nobody_and_are_closed(server: Running) -> None:
     finally:
         for found in idle:
             found.close()
+
+
+def test_more_connections_than_files_are_refused_and_nobody_else_notices(tmp_path: Path) -> None:
+    port, shown = free_port(), free_port()
+    (tmp_path / "tailscope.toml").write_text(
+        f'[serve]\ntrace = "t.parquet"\nlisten = "127.0.0.1:{shown}"\notlp_grpc = false\notlp_http = "127.0.0.1:{port}"\n'
+    )
+    limited = (
+        f"ulimit -n 128; exec {sys.executable} -P -m tailscope serve --config {tmp_path / 'tailscope.toml'}"
+    )
+    process = subprocess.Popen(["bash", "-c", limited], stderr=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: answers(port) and answers(shown))
+        crowd = [socket.create_connection(("127.0.0.1", port)) for _ in range(300)]
+        time.sleep(2.5)
+        assert call(f"http://127.0.0.1:{shown}/metrics")[0] == 200
+        for found in crowd:
+            found.close()
+        body = request("after").SerializeToString()
+
+        def taken() -> bool:  # the server notices some time that they are gone
+            with contextlib.suppress(aiohttp.ClientError):
+                return call(f"http://127.0.0.1:{port}/v1/traces", body, PROTOBUF)[0] == 200
+            return False
+
+        wait_for(taken)
+        wait_for(lambda: call(f"http://127.0.0.1:{shown}/readyz")[0] == 200)
+    finally:
+        process.terminate()
+        assert process.wait(30) == 0
+    assert ids_of(tmp_path / "t.parquet") == ["after"]
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.mark.parametrize("key", ["otlp_http", "listen"])

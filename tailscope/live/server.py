@@ -29,8 +29,8 @@ from prometheus_client import Counter
 
 from tailscope import registry
 from tailscope.errors import TailscopeError, UsageError
+from tailscope.live import connections, otlp_grpc, otlp_http, pages, scrape
 from tailscope.live import journal as journals
-from tailscope.live import otlp_grpc, otlp_http, pages, scrape
 from tailscope.live.access import access_of
 from tailscope.live.health import Health
 from tailscope.live.intake import Intake
@@ -48,8 +48,6 @@ SPANS, PAGES = "spans", "pages"
 KEEP_S, COUNT_S = 1.0, 1.0
 #: Between a process's death and its next start.
 RESTART_S = 1.0
-#: A connection that sends no request for so long is closed.
-IDLE_S = 30.0
 #: What a graceful stop may take.
 STOP_S = 10.0
 
@@ -171,18 +169,10 @@ class Server:
         where: Address,
         found: Sequence[web.RouteDef],
     ) -> None:
-        app = web.Application(client_max_size=self._serve.max_message)
-        app.add_routes(found)
-        # Bodies are unpacked by us, with a limit; who sends no whole head of a request in time is cut off.
-        runner = web.AppRunner(app, access_log=None, auto_decompress=False, keepalive_timeout=IDLE_S)
-        await runner.setup()
-        stack.push_async_callback(runner.cleanup)
-        site = web.TCPSite(runner, where.host, where.port, ssl_context=self._access.ssl_context())
         try:
-            await site.start()
+            port = await connections.listen(stack, found, where, self._access.ssl_context())
         except OSError as error:
             raise UsageError(f"{where}: cannot listen for {what}: {error.strerror}") from error
-        port = runner.addresses[0][1]
         self._said(key, what, Address(where.host, port))
 
     def _said(self, key: str, what: str, where: Address) -> None:
@@ -198,7 +188,8 @@ class Server:
         while True:
             await asyncio.sleep(COUNT_S)
             await asyncio.to_thread(self._requests.count)
-            self.health.journal_bytes.set(await asyncio.to_thread(journals.size_of, self._folder))
+            with contextlib.suppress(OSError):
+                self.health.journal_bytes.set(await asyncio.to_thread(journals.size_of, self._folder))
 
     def _keeper(self) -> Keeper:
         versions = {SPANS: registry.span_collector(), PAGES: registry.page_collector()}
