@@ -43,6 +43,8 @@ def find_known(table: Table, new: Sequence[Path], stored: Sequence[Path], source
     with tempfile.TemporaryDirectory(prefix="tailscope-") as spill:
         config: dict[str, str | bool | int | float | list[str]] = {
             "threads": 2,
+            # In a child process DuckDB takes itself for interactive.
+            "enable_progress_bar": False,
             "memory_limit": MEMORY,
             "temp_directory": spill,
             "preserve_insertion_order": False,

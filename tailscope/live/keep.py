@@ -321,6 +321,8 @@ def _write_merged(table: Table, parts: Sequence[Path], renamed: dict[str, str], 
     order = ", ".join(f'"{key}"' for key in table.sort)
     config: dict[str, str | bool | int | float | list[str]] = {
         "threads": 1,
+        # In a child process DuckDB takes itself for interactive.
+        "enable_progress_bar": False,
         "memory_limit": MEMORY,
         "temp_directory": str(target.parent / f"{target.name}.spill"),
     }
