@@ -86,6 +86,10 @@ def exporter(server: Running) -> Iterator[Any]:
         yield channel.unary_unary(f"/{SERVICE}/Export")
 
 
+def trailing(error: Any) -> dict[str, bytes]:
+    return dict(error.trailing_metadata())
+
+
 def span(**fields: Any) -> dict[str, Any]:
     return {
         "name": "llm_request",
@@ -152,7 +156,7 @@ def test_gzip_and_what_is_too_large_by_grpc(server: Running) -> None:
                 export(bytes(100 * MOST if compression else 2 * MOST), compression=compression)
             # Without RetryInfo it is not sent again.
             assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert "grpc-status-details-bin" not in dict(refused.value.trailing_metadata())
+            assert "grpc-status-details-bin" not in trailing(refused.value)
         with pytest.raises(grpc.RpcError) as malformed:
             export(b"\xff\xff")
         assert malformed.value.code() == grpc.StatusCode.INVALID_ARGUMENT
@@ -168,7 +172,7 @@ def test_who_must_wait_is_told_when_to_come_again(server: Running, monkeypatch: 
     with exporter(server) as export, pytest.raises(grpc.RpcError) as refused:
         export(b"")
     assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
-    details = Status.FromString(dict(refused.value.trailing_metadata())["grpc-status-details-bin"])
+    details = Status.FromString(trailing(refused.value)["grpc-status-details-bin"])
     info = RetryInfo()
     assert details.code == 14
     assert details.details[0].Unpack(info)
@@ -457,10 +461,8 @@ def test_tls_that_is_never_finished_hinders_nobody(tmp_path: Path) -> None:
                 assert client.getresponse().status == 200
         credentials = grpc.ssl_channel_credentials((tmp_path / "c").read_bytes())
         with grpc.secure_channel(f"127.0.0.1:{secure.server.ports['otlp_grpc']}", credentials) as channel:
-            assert (
-                channel.unary_unary(f"/{SERVICE}/Export")(request("tls-grpc").SerializeToString(), timeout=5)
-                == b""
-            )
+            export: Any = channel.unary_unary(f"/{SERVICE}/Export")
+            assert export(request("tls-grpc").SerializeToString(), timeout=5) == b""
         # Who speaks in the clear is refused.
         with pytest.raises(aiohttp.ClientError):
             call(f"http://127.0.0.1:{secure.server.ports['otlp_http']}/v1/traces", b"", PROTOBUF)

@@ -213,7 +213,7 @@ def told(answers: dict[str, list[Any]], polls: int, monkeypatch: pytest.MonkeyPa
         if next(turns, None) is None:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(tailing.time, "sleep", sleep)
+    monkeypatch.setattr(time, "sleep", sleep)
     console = Console(file=io.StringIO(), width=200)
     with answering(
         {path: [json.dumps(a).encode() for a in found] for path, found in answers.items()}
@@ -245,7 +245,10 @@ def test_tail_prints_what_anybody_wrote_without_its_control_characters(
 ) -> None:
     hostile = "\x1b[2J\x1b]0;x\x07\u202e[red]"
     finding = change(1, 6.0, hostile) | {"severity": hostile, "opened_s": 1.0}
-    answers = {"/api/diagnosis": [{"open": [finding]}], "/api/history": [[], [finding | {"change": hostile}]]}
+    answers: dict[str, list[Any]] = {
+        "/api/diagnosis": [{"open": [finding]}],
+        "/api/history": [[], [finding | {"change": hostile}]],
+    }
     text = told(answers, 2, monkeypatch)
     assert text.count("[red]") >= 3
     assert not set("\x1b\x07\u202e") & set(text)

@@ -321,13 +321,13 @@ def _write_merged(table: Table, parts: Sequence[Path], renamed: dict[str, str], 
     order = ", ".join(f'"{key}"' for key in table.sort)
     config: dict[str, str | bool | int | float | list[str]] = {
         "threads": 1,
-        # In a child process DuckDB takes itself for interactive.
-        "enable_progress_bar": False,
         "memory_limit": MEMORY,
         "temp_directory": str(target.parent / f"{target.name}.spill"),
     }
     names = pa.table({"old": list(renamed), "new": list(renamed.values())})
     with closing(duckdb.connect(config=config)) as con:
+        # In a child process DuckDB takes itself for interactive.
+        con.execute("SET enable_progress_bar = false")
         con.register("names", names)
         con.execute(
             f"COPY (SELECT part.* REPLACE (new AS source) FROM read_parquet({listed(map(str, parts))}, union_by_name=true, "
