@@ -1,4 +1,4 @@
-"""OTLP over gRPC: https://opentelemetry.io/docs/specs/otlp/#otlpgrpc."""
+"""The OpenTelemetry protocol over gRPC, as its specification has it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OTLP over HTTP, protobuf or JSON, plain or gzip: https://opentelemetry.io/docs/specs/otlp/#otlphttp."""
+"""The OpenTelemetry protocol over HTTP, protobuf or JSON, plain or gzip, as its specification has it."""
 
 from __future__ import annotations
 
