@@ -68,6 +68,11 @@ class Pages:
     def __init__(self, options: Options, tally: Tally) -> None:
         self._samples = _Samples(Families(), options, tally)
 
+    @property
+    def known(self) -> int:
+        """Distinct series seen so far."""
+        return self._samples.known
+
     def read(self, page: bytes, time_ns: int) -> Iterator[tuple[Table, pa.Table]]:
         """Rows of a page that was scraped at `time_ns`. What cannot be used is counted in the tally."""
         samples, tally = self._samples, self._samples.reader.tally
@@ -97,6 +102,10 @@ class _Samples:
     @property
     def is_new(self) -> bool:
         return not self._remembered
+
+    @property
+    def known(self) -> int:
+        return len(self._remembered)
 
     def end_page(self) -> None:
         self.reader.end_page()

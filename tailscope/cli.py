@@ -430,7 +430,7 @@ def serve(
 ) -> None:
     """Run beside a fleet: receive spans, scrape engines, keep the trace, export metrics by class, say what is found."""
     from tailscope.live import settings
-    from tailscope.live.server import serve as run
+    from tailscope.live.run import serve as run
 
     run(settings.load(config), config, None, _say)
 
@@ -481,7 +481,10 @@ def record(
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    from tailscope.safe import printable
+
+    # Names of engines and what they answer are anybody's text.
+    print(printable(text, 2000), file=sys.stderr, flush=True)
 
 
 @app.callback(invoke_without_command=True)

@@ -43,13 +43,13 @@ def find_known(table: Table, new: Sequence[Path], stored: Sequence[Path], source
     with tempfile.TemporaryDirectory(prefix="tailscope-") as spill:
         config: dict[str, str | bool | int | float | list[str]] = {
             "threads": 2,
-            # In a child process DuckDB takes itself for interactive.
-            "enable_progress_bar": False,
             "memory_limit": MEMORY,
             "temp_directory": spill,
             "preserve_insertion_order": False,
         }
         with closing(duckdb.connect(config=config)) as con:
+            # In a child process DuckDB takes itself for interactive.
+            con.execute("SET enable_progress_bar = false")
             old = scan(con, table, map(str, stored)) if stored else None
             _number(con, table, new, sources)
             # Without keys one part at a time will do, which bounds memory.

@@ -79,6 +79,10 @@ class SpanCollector(Collector, Protocol):
 
 
 class Pages(Protocol):
+    @property
+    def known(self) -> int:
+        """Series seen so far."""
+
     """The pages of metrics of one server, which is scraped again and again."""
 
     def read(self, page: bytes, time_ns: int) -> Iterator[tuple[Table, pa.Table]]:

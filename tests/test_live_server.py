@@ -104,7 +104,8 @@ class Running:
             task = asyncio.create_task(self.server.run())
             started = asyncio.create_task(self.server.started.wait())
             await asyncio.wait([task, started], return_when=asyncio.FIRST_COMPLETED)
-            self._started.set()
+            if not task.done():
+                self._started.set()
             await task
 
         try:
@@ -325,7 +326,7 @@ def test_engines_are_scraped_and_what_is_none_is_told(tmp_path: Path) -> None:
                 lying: {"broken"},
             }
             text = call(server.url("/metrics"))[1].decode()
-            assert f'tailscope_kv_cache_usage_ratio{{server="{good}",engine="0"}} 0.5' in text
+            assert f'tailscope_kv_cache_usage_ratio{{engine="0",server="{good}"}} 0.5' in text
             assert f'tailscope_up{{server="{page}"}} 0.0' in text
     with Trace(tmp_path / "t.parquet") as trace:
         rows = trace.rows("SELECT DISTINCT name FROM metrics JOIN series USING (series)")

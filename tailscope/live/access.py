@@ -23,7 +23,9 @@ class Access:
         """Whether a request with this header, or none, may come in."""
         if self.token is None:
             return True
-        given = authorization.encode() if isinstance(authorization, str) else authorization or b""
+        given = authorization or b""
+        if isinstance(given, str):
+            given = given.encode("utf-8", "surrogateescape")  # as headers are decoded
         return hmac.compare_digest(given, f"Bearer {self.token}".encode())
 
     def ssl_context(self) -> ssl.SSLContext | None:
@@ -32,7 +34,8 @@ class Access:
             return None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:
-            context.load_cert_chain(self.cert_file, self.key_file)
+            # Without a password at hand, an encrypted key would ask for it on the terminal.
+            context.load_cert_chain(self.cert_file, self.key_file, password="")
         except (OSError, ssl.SSLError) as error:
             raise UsageError(f"{self.cert_file}, {self.key_file}: no certificate and key: {error}") from error
         return context
@@ -44,11 +47,24 @@ class Access:
 
 
 def access_of(serve: Serve) -> Access:
-    """Raises UsageError for a token or a certificate that cannot be read."""
+    """Raises UsageError for a token or a certificate that cannot be read, of scrapes as well."""
     token = None if serve.bearer_token_file is None else read_token(serve.bearer_token_file)
     access = Access(token, serve.tls_cert_file, serve.tls_key_file)
     access.ssl_context()
+    for scrape in serve.scrapes:
+        if scrape.bearer_token_file is not None:
+            read_token(scrape.bearer_token_file)
+        if scrape.ca_file is not None:
+            ca_context(scrape.ca_file)
     return access
+
+
+def ca_context(path: Path) -> ssl.SSLContext:
+    """Trusts the certificates of a file alone. Raises UsageError."""
+    try:
+        return ssl.create_default_context(cafile=path)
+    except (OSError, ssl.SSLError) as error:
+        raise UsageError(f"{path}: no certificates: {error}") from error
 
 
 def read_token(path: Path) -> str:

@@ -26,6 +26,9 @@ class Health:
         self.rejected = counter("rows_rejected", "Records that could not be used.", "reason")
         self.skipped = counter("rows_skipped", "Valid records that are not telemetry of ours.", "reason")
         self.duplicates = counter("rows_duplicate", "Rows given again, stored once.")
+        self.damaged = counter(
+            "segments_damaged", "Segments of the journal that could not be read to their end."
+        )
         self.scrapes = counter("scrapes", "Scrapes of engines.", "server", "outcome")
         self.scrape_seconds = gauge("scrape_duration_seconds", "Duration of the last scrape.", "server")
         self.up = gauge("up", "Whether the last scrape was good.", "server")
@@ -39,6 +42,7 @@ class Health:
         self.trace_bytes = gauge("trace_bytes", "Size of the trace.")
         self.trace_parts = gauge("trace_parts", "Files of the trace.")
         self.disk_full = gauge("disk_full", "Whether the last write failed for want of space.")
+        self._full: set[str] = set()
         self.restarts = counter(
             "process_restarts", "Parts of the server that died and were started again.", "part"
         )
@@ -47,3 +51,8 @@ class Health:
         self.running = gauge("requests_running", "Requests in the engine's batch.", "server", "engine")
         self.waiting = gauge("requests_waiting", "Requests in the engine's queue.", "server", "engine")
         self.preemptions = counter("preemptions", "Preemptions that the engine counted.", "server", "engine")
+
+    def set_disk_full(self, who: str, full: bool) -> None:
+        """Whether the last write of `who` failed for want of space; the disk is full as long as one does."""
+        (self._full.add if full else self._full.discard)(who)
+        self.disk_full.set(bool(self._full))

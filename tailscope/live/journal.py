@@ -9,8 +9,11 @@ accepted by nobody, and is cut off where it is not whole.
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
 import json
 import os
+import re
 import struct
 import threading
 import time
@@ -37,7 +40,8 @@ GATHER_S = 0.01
 SEGMENT_S, SEGMENT_BYTES = 10.0, 64 << 20
 #: Bytes that may wait to be synced; beyond them whoever sends must wait.
 MOST_WAITING = 64 << 20
-OPEN, CLOSED = ".open", ".arrow"
+OPEN, CLOSED, DAMAGED = ".open", ".arrow", ".damaged"
+_NAME = re.compile(r"(\w+)-(\d{19})-[0-9a-f]{8}")
 
 
 class Busy(Exception):
@@ -90,10 +94,19 @@ class Journal:
 
     def append(self, tables: Mapping[str, pa.Table], tally: Tally | None = None) -> Future[None]:
         """Write rows by name of their table; done when they are on the disk. Raises Busy."""
-        frames = b"".join(_frame(BY_NAME[name], rows, tally) for name, rows in tables.items())
+        # What was counted is counted with the first of them, once.
+        tallies = itertools.chain([tally], itertools.repeat(None))
+        frames = b"".join(
+            _frame(BY_NAME[name], rows, counted)
+            for (name, rows), counted in zip(tables.items(), tallies, strict=False)
+        )
         entry = _Entry(frames, Future())
+        # Whoever waits for it may give up; it is written all the same.
+        entry.done.set_running_or_notify_cancel()
         with self._changed:
-            if self._closing or self.state.waiting_bytes + len(frames) > self._most_waiting:
+            waiting = self.state.waiting_bytes
+            # One alone is written whatever its size: it would come again and again.
+            if self._closing or (waiting and waiting + len(frames) > self._most_waiting):
                 raise Busy
             self.state.waiting_bytes += len(frames)
             self._waiting.append(entry)
@@ -141,6 +154,8 @@ class Journal:
         data = b"".join(entry.frame for entry in entries)
         failure: OSError | None = None
         try:
+            if self._file is not None and self._is_gone():
+                self._close_segment()
             if self._file is None:
                 self._open_segment()
             assert self._file is not None
@@ -152,11 +167,7 @@ class Journal:
         except OSError as error:
             failure = error
             self.state.failure = error.strerror or str(error)
-            if self._file is not None:
-                # What nobody was told is there must not be there after a restart either.
-                with contextlib.suppress(OSError):
-                    os.ftruncate(self._file, self._size)
-                    os.lseek(self._file, self._size, os.SEEK_SET)
+            self._take_back()
         self._on_sync(time.monotonic() - began)
         with self._changed:
             self.state.waiting_bytes -= len(data)
@@ -166,7 +177,23 @@ class Journal:
             else:
                 entry.done.set_exception(failure)
 
+    def _take_back(self) -> None:
+        """What nobody was told is there must not be there after a restart either, nor lie between what is."""
+        if self._file is None:
+            return
+        try:
+            os.ftruncate(self._file, self._size)
+            os.lseek(self._file, self._size, os.SEEK_SET)
+        except OSError:
+            self._close_segment()
+
+    def _is_gone(self) -> bool:
+        """Whether somebody removed the segment: what is written to it now would be nowhere."""
+        assert self._file is not None
+        return not os.fstat(self._file).st_nlink
+
     def _open_segment(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
         self._path = self._folder / f"{self._name}-{time.time_ns():019d}-{token_hex(4)}{OPEN}"
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         self._size, self._opened_s = 0, time.monotonic()
@@ -174,12 +201,19 @@ class Journal:
 
     def _close_segment(self) -> None:
         assert self._file is not None
-        os.close(self._file)
+        with contextlib.suppress(OSError):
+            os.close(self._file)
         self._file = None
-        if self._size:
-            self._path.rename(self._path.with_suffix(CLOSED))
-        else:
-            self._path.unlink()
+        # One that cannot be closed now is closed at the next start; one that somebody removed is gone.
+        with contextlib.suppress(OSError):
+            if self._size:
+                self._path.rename(self._path.with_suffix(CLOSED))
+            else:
+                self._path.unlink()
+
+
+class Damaged(Exception):
+    """A segment that cannot be read to its end; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -191,13 +225,35 @@ class Segment:
     created_s: float
 
     def frames(self) -> Iterator[tuple[Table, pa.Table, Tally]]:
-        """Table, rows and what was counted with them, of each whole frame."""
+        """Table, rows and what was counted with them, of each whole frame. Raises Damaged behind the last of them where more
+        follows."""
+        whole = 0
         with self.path.open("rb") as file:
             for payload in _payloads(file.read):
-                with pa.ipc.open_stream(pa.py_buffer(payload)) as stream:
-                    metadata = stream.schema.metadata
-                    rows = stream.read_all().replace_schema_metadata(None)
-                yield BY_NAME[metadata[TABLE].decode()], rows, _tally(metadata.get(TALLY, b"{}"))
+                yield _rows(payload)
+                whole += _HEADER.size + len(payload)
+            size = os.fstat(file.fileno()).st_size
+        if whole < size:
+            raise Damaged(f"{size - whole:,} bytes from byte {whole:,} on are no whole frame")
+
+    def set_aside(self) -> Path:
+        """Rename it, so that it is tried no more and somebody may look at it."""
+        return self.path.rename(self.path.with_suffix(DAMAGED))
+
+
+def _rows(payload: bytes) -> tuple[Table, pa.Table, Tally]:
+    try:
+        with pa.ipc.open_stream(pa.py_buffer(payload)) as stream:
+            metadata = stream.schema.metadata or {}
+            rows = stream.read_all().replace_schema_metadata(None)
+        rows.validate()
+        table, tally = BY_NAME[metadata[TABLE].decode()], _tally(metadata.get(TALLY, b"{}"))
+    except (pa.ArrowException, KeyError, ValueError, TypeError, AttributeError) as error:
+        raise Damaged("a frame is no table of rows") from error
+    if rows.schema != table.arrow:
+        # Of another version of tailscope, or of nobody's.
+        raise Damaged(f"rows are not those of the table {table.name}")
+    return table, rows, tally
 
 
 def recover(folder: Path, name: str) -> int:
@@ -220,9 +276,16 @@ def segments(folder: Path) -> list[Segment]:
     """Closed segments, oldest first."""
     found = []
     for path in folder.glob(f"*{CLOSED}"):
-        name, created_ns, _ = path.stem.rsplit("-", 2)
-        found.append(Segment(path, name, int(created_ns) / 1e9))
+        if match := _NAME.fullmatch(path.stem):
+            found.append(Segment(path, match[1], int(match[2]) / 1e9))
     return sorted(found, key=lambda segment: segment.created_s)
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    # DuckDB and Arrow say it in words.
+    return error is not None and os.strerror(errno.ENOSPC) in str(error)
 
 
 def size_of(folder: Path) -> int:

@@ -6,6 +6,7 @@ one that was committed already is known by its name.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from collections import Counter
@@ -33,7 +34,7 @@ from tailscope.layout import (
     visible_parts,
     writable,
 )
-from tailscope.live.journal import Segment, segments
+from tailscope.live.journal import Damaged, Segment, segments
 from tailscope.parts import COMPRESSION, ROW_GROUP_ROWS, TraceWriter, part_metadata
 from tailscope.scan import listed, quote
 from tailscope.schema import BY_NAME, SOURCES, Table
@@ -59,6 +60,8 @@ class Kept:
     duplicates: int = 0
     partitions_merged: int = 0
     partitions_dropped: int = 0
+    #: Segments that could not be read to their end, and why.
+    damaged: tuple[str, ...] = ()
     trace_bytes: int = 0
     trace_parts: int = 0
 
@@ -80,6 +83,7 @@ class Keeper:
         self._root, self._journal, self._kinds = root, journal, kinds
         self._most_age_s, self._most_bytes = most_age_s, most_bytes
         self._many_commits, self._grace_s = many_commits, grace_s
+        self._damaged: list[str] = []
         #: Commits made of others.
         self._merged: set[str] = set()
 
@@ -87,20 +91,23 @@ class Keeper:
         """Do what there is to do. Raises TailscopeError where the trace cannot be written; nothing is lost by that."""
         rows: Counter[str] = Counter()
         duplicates = done = 0
+        self._damaged = []
         for partition, group in _by_partition(segments(self._journal)):
             stored, duplicate = self._commit(partition, group)
             rows += stored
             duplicates += duplicate
             done += len(group)
+        dropped = self._retain()
         to_merge = self._to_merge()
         for partition, names in to_merge:
             self._merge(partition, names)
-        dropped = self._retain()
         with writable(self._root), locked(self._root):
             remove_dropped(self._root, self._grace_s)
         parts = [part for found in visible_parts(self._root).values() for part in found]
         size = sum(part.stat().st_size for part in parts)
-        return Kept(done, dict(rows), duplicates, len(to_merge), dropped, size, len(parts))
+        return Kept(
+            done, dict(rows), duplicates, len(to_merge), dropped, tuple(self._damaged), size, len(parts)
+        )
 
     # -- from the journal ----------------------------------------------------------------------
 
@@ -108,15 +115,25 @@ class Keeper:
         before = partition_of(group[0].created_s - HOUR_S)
         rows: Counter[str] = Counter()
         duplicates = 0
+        damaged: dict[Segment, str] = {}
         with TraceWriter(self._root, partition, [before]) as writer:
             for segment in group:
                 source_id = _source_id(segment)
                 if writer.knows(source_id):
                     continue
+                if segment.name not in self._kinds:
+                    damaged[segment] = "is no journal of spans or pages"
+                    continue
                 writer.begin(source_id)
                 source = _SourceRow(*self._kinds[segment.name], segment)
-                for table, batch, tally in segment.frames():
-                    writer.write(table, source.place(table, batch, tally))
+                try:
+                    for table, batch, tally in segment.frames():
+                        writer.write(table, source.place(table, batch, tally))
+                except Damaged as why:
+                    damaged[segment] = str(why)
+                except FileNotFoundError:
+                    writer.abandon()  # somebody removed it
+                    continue
                 if source.says_something:
                     writer.finish(source.row())
                 else:
@@ -125,7 +142,11 @@ class Keeper:
                 rows.update(stored.rows)
                 duplicates += stored.duplicate
         for segment in group:
-            segment.path.unlink()
+            if segment in damaged:
+                aside = segment.set_aside()
+                self._damaged.append(f"{aside}: {damaged[segment]}; what came before is kept")
+            else:
+                segment.path.unlink(missing_ok=True)
         return rows, duplicates
 
     # -- together ------------------------------------------------------------------------------
@@ -146,6 +167,19 @@ class Keeper:
         """Make commits of a partition one. Their rows stay the same, but for the source they name."""
         commit_id = _digest(partition, *names)
         written: list[tuple[Path, Path]] = []
+        try:
+            self._write_and_publish(partition, names, commit_id, written)
+        except BaseException:
+            # The disk may be full: what was written of it would stay as long as this process runs.
+            for temporary, _ in written:
+                with contextlib.suppress(OSError):
+                    temporary.unlink(missing_ok=True)
+            raise
+        self._merged.add(commit_id)
+
+    def _write_and_publish(
+        self, partition: str, names: Sequence[str], commit_id: str, written: list[tuple[Path, Path]]
+    ) -> None:
         with writable(self._root):
             # One that died here left hidden files.
             remove_abandoned(self._root)
@@ -160,19 +194,18 @@ class Keeper:
                 if not parts:
                     continue
                 temporary = parts[0].parent / temporary_name(commit_id, number)
+                written.append((temporary, parts[0].parent / f"part-{commit_id}-0000.parquet"))
                 if table is SOURCES:
                     _write_sources(sources, renamed, temporary)
                 else:
                     _write_merged(table, parts, renamed, temporary)
                 sync(temporary)
-                written.append((temporary, parts[0].parent / f"part-{commit_id}-0000.parquet"))
             with locked(self._root):
                 drop(self._root, names, by=commit_id)
                 # With the part of `sources`, the last one, the new commit counts, and the old ones do not.
                 for temporary, final in written:
                     temporary.rename(final)
                     sync(final.parent)
-        self._merged.add(commit_id)
 
     def _parts(self, table: Table, partition: str, names: Sequence[str]) -> list[Path]:
         visible = visible_parts(self._root, table.name).get(table.name, [])
@@ -288,13 +321,13 @@ def _write_merged(table: Table, parts: Sequence[Path], renamed: dict[str, str], 
     order = ", ".join(f'"{key}"' for key in table.sort)
     config: dict[str, str | bool | int | float | list[str]] = {
         "threads": 1,
-        # In a child process DuckDB takes itself for interactive.
-        "enable_progress_bar": False,
         "memory_limit": MEMORY,
         "temp_directory": str(target.parent / f"{target.name}.spill"),
     }
     names = pa.table({"old": list(renamed), "new": list(renamed.values())})
     with closing(duckdb.connect(config=config)) as con:
+        # In a child process DuckDB takes itself for interactive.
+        con.execute("SET enable_progress_bar = false")
         con.register("names", names)
         con.execute(
             f"COPY (SELECT part.* REPLACE (new AS source) FROM read_parquet({listed(map(str, parts))}, union_by_name=true, "

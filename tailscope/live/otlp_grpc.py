@@ -1,4 +1,4 @@
-"""OTLP over gRPC: https://opentelemetry.io/docs/specs/otlp/#otlpgrpc."""
+"""The OpenTelemetry protocol over gRPC, as its specification has it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from tailscope.live.access import Access
 from tailscope.live.intake import RETRY_S, Intake, Refused
 from tailscope.live.settings import Address
 
+#: A connection without a call is closed, which senders do not notice; one that does not say that it is HTTP/2, sooner.
+IDLE_S, HANDSHAKE_S = 300, 10
 SERVICE = "opentelemetry.proto.collector.trace.v1.TraceService"
 
 
@@ -25,11 +27,17 @@ async def start(
     intake: Intake, where: Address, access: Access, max_message: int
 ) -> tuple[grpc.aio.Server, int]:
     """A server that listens, and its port. Raises RuntimeError where it cannot."""
-    options = [("grpc.max_receive_message_length", max_message), ("grpc.so_reuseport", 0)]
+    options = [
+        ("grpc.max_receive_message_length", max_message),  # unpacked, too
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_connection_idle_ms", 1000 * IDLE_S),
+        ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_S),
+    ]
     server = grpc.aio.server(options=options)
 
     async def export(message: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
         if not access.allows(dict(context.invocation_metadata() or ()).get("authorization")):
+            intake.refused("grpc", "unauthenticated", "", retry=False)
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a bearer token is needed")
         try:
             accepted = await intake.spans(message, False, "grpc")

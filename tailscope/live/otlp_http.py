@@ -1,31 +1,27 @@
-"""OTLP over HTTP, protobuf or JSON, plain or gzip: https://opentelemetry.io/docs/specs/otlp/#otlphttp."""
+"""The OpenTelemetry protocol over HTTP, protobuf or JSON, plain or gzip, as its specification has it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any
 
 from aiohttp import web
 from google.protobuf.json_format import MessageToJson
 from google.protobuf.message import Message
 from google.rpc.code_pb2 import Code
 from google.rpc.status_pb2 import Status
-from isal import isal_zlib
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTracePartialSuccess,
     ExportTraceServiceResponse,
 )
 
 from tailscope.live.access import Access
+from tailscope.live.bodies import BODIES, PIECE, NotGzip, TooLarge
 from tailscope.live.intake import RETRY_S, Intake, Refused
 
-ZLIB_ERRORS: Any = isal_zlib.error  # its stubs call it an instance
 PATH = "/v1/traces"
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 #: A body that takes longer to come is given up.
 BODY_S = 10.0
-PIECE = 64 << 10
 
 
 class _Wrong(Exception):
@@ -40,9 +36,10 @@ def routes(intake: Intake, access: Access, max_message: int) -> list[web.RouteDe
     async def export(request: web.Request) -> web.Response:
         is_json = request.content_type == JSON
         if not access.allows(request.headers.get("Authorization")):
+            intake.refused("http", "unauthenticated", "", retry=False)
             return _failure(401, Code.UNAUTHENTICATED, "a bearer token is needed", is_json)
         try:
-            message = await _body(request, max_message)
+            message = await _body(request, max_message, intake)
             accepted = await intake.spans(message, is_json, "http")
         except _Wrong as wrong:
             intake.refused("http", "malformed", str(wrong), retry=False)
@@ -69,53 +66,27 @@ def routes(intake: Intake, access: Access, max_message: int) -> list[web.RouteDe
     ]
 
 
-async def _body(request: web.Request, most: int) -> bytes:
-    """The body, unpacked. Raises _Wrong."""
+async def _body(request: web.Request, most: int, intake: Intake) -> bytes:
+    """The body, unpacked. Raises _Wrong or Refused."""
     if request.content_type not in (PROTOBUF, JSON):
         raise _Wrong(415, f"Content-Type must be {PROTOBUF} or {JSON}")
-    encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
-    if encoding not in ("identity", "gzip"):
+    encoding = request.headers.get("Content-Encoding", "").strip().lower()
+    if encoding not in BODIES:
         raise _Wrong(415, "Content-Encoding must be gzip or identity")
-    pieces = request.content.iter_chunked(PIECE)
-    try:
-        async with asyncio.timeout(BODY_S):
-            body = await (_gunzipped(pieces, most) if encoding == "gzip" else _joined(pieces, most))
-    except TimeoutError as error:
-        raise _Wrong(408, f"the body did not come within {BODY_S:g} s") from error
-    return body
-
-
-async def _joined(pieces: AsyncIterator[bytes], most: int) -> bytes:
-    found: list[bytes] = []
-    size = 0
-    async for piece in pieces:
-        size += len(piece)
-        if size > most:
-            raise _Wrong(413, f"the message is larger than {most:,} bytes")
-        found.append(piece)
-    return b"".join(found)
-
-
-async def _gunzipped(pieces: AsyncIterator[bytes], most: int) -> bytes:
-    """Unpacked piece by piece, so that what unpacks to too much is never unpacked."""
-    inflate = isal_zlib.decompressobj(wbits=31)
-    found = bytearray()
-    try:
-        async for piece in pieces:
-            while piece and not inflate.eof:
-                found += inflate.decompress(piece, PIECE)
-                if len(found) > most:
-                    raise _Wrong(413, f"the message is larger than {most:,} bytes unpacked")
-                piece = inflate.unconsumed_tail
-        while not inflate.eof and (more := inflate.decompress(b"", PIECE)):
-            found += more
-            if len(found) > most:
-                raise _Wrong(413, f"the message is larger than {most:,} bytes unpacked")
-    except ZLIB_ERRORS as error:
-        raise _Wrong(400, "the body is not gzip") from error
-    if not inflate.eof:
-        raise _Wrong(400, "the gzip body ends early")
-    return bytes(found)
+    body = BODIES[encoding](most)
+    with intake.holding("http") as hold:
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for piece in request.content.iter_chunked(PIECE):
+                    body.feed(piece)
+                    hold(body.size)
+            return body.finish()
+        except TimeoutError as error:
+            raise _Wrong(408, f"the body did not come within {BODY_S:g} s") from error
+        except TooLarge as error:
+            raise _Wrong(413, f"the message is larger than {most:,} bytes") from error
+        except NotGzip as error:
+            raise _Wrong(400, str(error)) from error
 
 
 def _failure(status: int, code: int, text: str, is_json: bool) -> web.Response:

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.openmetrics import exposition as openmetrics
 
 from tailscope.live.access import Access
-from tailscope.live.request_metrics import RequestMetrics
+from tailscope.live.request_metrics import MOST_TEXT, RequestMetrics
 from tailscope.live.watch import COUPLING, UNEXPLAINED, Watch, Watched, excess_of, ratios_of
 
 #: Findings that become series; more than a person could act on.
@@ -34,11 +34,12 @@ class WatchMetrics:
         findings = GaugeMetricFamily(
             "tailscope_finding", "Findings that are open.", labels=["rule", "severity", "culprit", "victim"]
         )
-        for finding in list(state.open.values())[:MOST_SERIES]:
-            findings.add_metric([finding.rule, finding.severity, finding.culprit, finding.victim], 1)
+        found = list(state.open.values())[:MOST_SERIES]
+        for labels in dict.fromkeys(_cut(f.rule, f.severity, f.culprit, f.victim) for f in found):
+            findings.add_metric(labels, 1)
         yield findings
         diagnosis = state.diagnosis
-        excess = {} if diagnosis is None else excess_of(diagnosis)
+        excess = {} if diagnosis is None else {_cut(*key): s for key, s in excess_of(diagnosis).items()}
         parts = GaugeMetricFamily(
             "tailscope_tail_excess_seconds",
             "Excess of the last window's tail over typical requests, by where it went.",
@@ -88,9 +89,14 @@ def _stragglers(diagnosis: Any) -> dict[tuple[str, str], float]:
         for evidence in finding["evidence"]:
             share = evidence["data"].get("share_of_steps")
             if isinstance(share, (int, float)):
-                key = (str(culprit["id"]), str(culprit.get("instance", "")))
+                key = _cut(str(culprit["id"]), str(culprit.get("instance", "")))
                 found[key] = max(found.get(key, 0.0), float(share))
     return found
+
+
+def _cut(*labels: str) -> Any:
+    """Values of labels; those of findings are anybody's text."""
+    return tuple(text[:MOST_TEXT] for text in labels)
 
 
 def routes(

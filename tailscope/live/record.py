@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tailscope import config as configuration
 from tailscope.errors import UsageError
-from tailscope.live.server import serve
+from tailscope.live.run import serve
 from tailscope.live.settings import Scrape, Serve, address, duration, url_of
 
 

@@ -6,6 +6,7 @@ so that the share of requests that meet it is exact. What is added is counted by
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ LABELS = ("class", "tenant", "priority", "model_name", "server")
 OTHER = "other"
 #: Rows that wait are counted at once when they are so many: a call costs more than a row.
 MOST_WAITING = 20_000
+#: An exemplar's label may have 128 letters at most; what is no id of a trace links nowhere.
+TRACE_ID = re.compile("[0-9a-f]{32}")
 #: A label's value is cut to this length: names of a trace are anybody's text.
 MOST_TEXT = 128
 
@@ -95,7 +98,7 @@ _COUNTERS = {
 _SEPARATOR = "\x1f"
 #: A name from a trace may hold the separator.
 _LABEL_SQL = tuple(
-    f"replace({sql}, chr(31), ' ')"
+    f"replace(left({sql}, {MOST_TEXT}), chr(31), ' ')"
     for sql in (
         CLASS_SQL,
         "coalesce(tenant, '')",
@@ -157,9 +160,8 @@ class RequestMetrics:
     def _told(self, rows: pa.Table) -> pa.Table:
         latencies = ", ".join(f"({latency.sql})::DOUBLE AS {latency.name}" for latency in LATENCIES)
         counters = ", ".join(f"({sql})::DOUBLE AS {name}" for name, (_, sql) in _COUNTERS.items())
-        cut = ", ".join(f"left({sql}, {MOST_TEXT})" for sql in _LABEL_SQL)
         sql = f"""
-            SELECT concat_ws(chr(31), {cut}) AS labels, coalesce(status, 'ok') AS status,
+            SELECT concat_ws(chr(31), {", ".join(_LABEL_SQL)}) AS labels, coalesce(status, 'ok') AS status,
                    coalesce(trace_id, '') AS trace_id, {latencies}, {counters}
             FROM new_rows
         """
@@ -205,7 +207,8 @@ class RequestMetrics:
         flat = places * counts.shape[1] + buckets
         _, last = np.unique(flat[::-1], return_index=True)
         for i in (len(flat) - 1 - last).tolist():
-            if trace_id := trace_ids[int(ok[i])].as_py():
+            trace_id = trace_ids[int(ok[i])].as_py()
+            if TRACE_ID.fullmatch(trace_id):
                 self._exemplars[number, int(places[i]), int(buckets[i])] = (trace_id, float(values[i]))
 
     def render(self, exemplars: bool) -> bytes:

@@ -11,27 +11,33 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import grpc
+import pyarrow as pa
 from aiohttp import web
 from prometheus_client import Counter
 
 from tailscope import registry
 from tailscope.errors import TailscopeError, UsageError
+from tailscope.live import connections, otlp_grpc, otlp_http, pages, scrape
 from tailscope.live import journal as journals
-from tailscope.live import otlp_grpc, otlp_http, pages, scrape
 from tailscope.live.access import access_of
 from tailscope.live.health import Health
 from tailscope.live.intake import Intake
-from tailscope.live.journal import Journal
+from tailscope.live.journal import Journal, is_disk_full
 from tailscope.live.keep import Keeper, Kept
 from tailscope.live.request_metrics import RequestMetrics
-from tailscope.live.settings import Address, Serve, load
+from tailscope.live.settings import Address, Serve
 from tailscope.live.watch import Watch
 from tailscope.source import Options
 
@@ -42,8 +48,6 @@ SPANS, PAGES = "spans", "pages"
 KEEP_S, COUNT_S = 1.0, 1.0
 #: Between a process's death and its next start.
 RESTART_S = 1.0
-#: A connection that sends no request for so long is closed.
-IDLE_S = 30.0
 #: What a graceful stop may take.
 STOP_S = 10.0
 
@@ -54,14 +58,15 @@ class Server:
     def __init__(
         self,
         serve: Serve,
-        config_path: Path | None = None,
+        config_text: bytes | None = None,
         say: Callable[[str], object] = print,
         health: Health | None = None,
     ) -> None:
         self.ports: dict[str, int] = {}
         self.started = asyncio.Event()
         self.health = health or Health()
-        self._serve, self._config_path, self._say = serve, config_path, say
+        self.say = say
+        self._serve, self._config_text = serve, config_text
         self._access = access_of(serve)
         self._folder = serve.trace / JOURNAL
         self._requests = RequestMetrics(serve.config, serve.tenants, serve.label_sets)
@@ -77,20 +82,29 @@ class Server:
         """Raises UsageError where it cannot listen or write."""
         serve = self._serve
         with _held(serve.trace):
-            cut = sum(journals.recover(self._folder, name) for name in (SPANS, PAGES))
+            try:
+                cut = sum(journals.recover(self._folder, name) for name in (SPANS, PAGES))
+                journal = Journal(
+                    self._folder,
+                    SPANS,
+                    segment_s=journals.SEGMENT_S,
+                    on_sync=self.health.sync_seconds.observe,
+                )
+            except OSError as error:
+                raise UsageError(f"{self._folder}: cannot write: {error.strerror}") from error
             if cut:
-                self._say(
+                self.say(
                     f"{cut:,} bytes of the journal were not whole and had been acknowledged to nobody: cut off"
                 )
-            journal = Journal(self._folder, SPANS, on_sync=self.health.sync_seconds.observe)
             options = Options(attributes=serve.config.attributes, hash_ids=serve.hash_ids)
             intake = Intake(journal, options, self.health, self._requests.add)
-            if serve.listen is not None:
-                self._watch = Watch(
-                    serve.trace, self._config_path, serve.window_s, serve.every_s, serve.trace / HISTORY
-                )
             async with contextlib.AsyncExitStack() as stack:
                 stack.push_async_callback(asyncio.to_thread, journal.close)
+                if serve.listen is not None:
+                    config = self._config_text and stack.enter_context(_file_with(self._config_text))
+                    self._watch = Watch(
+                        serve.trace, config or None, serve.window_s, serve.every_s, serve.trace / HISTORY
+                    )
                 await self._listen(stack, intake)
                 tasks = [asyncio.create_task(self._count())]
                 tasks.append(asyncio.create_task(self._keep(stack)))
@@ -155,23 +169,15 @@ class Server:
         where: Address,
         found: Sequence[web.RouteDef],
     ) -> None:
-        app = web.Application(client_max_size=self._serve.max_message)
-        app.add_routes(found)
-        # Bodies are unpacked by us, with a limit; who sends no whole head of a request in time is cut off.
-        runner = web.AppRunner(app, access_log=None, auto_decompress=False, keepalive_timeout=IDLE_S)
-        await runner.setup()
-        stack.push_async_callback(runner.cleanup)
-        site = web.TCPSite(runner, where.host, where.port, ssl_context=self._access.ssl_context())
         try:
-            await site.start()
+            port = await connections.listen(stack, found, where, self._access.ssl_context())
         except OSError as error:
             raise UsageError(f"{where}: cannot listen for {what}: {error.strerror}") from error
-        port = runner.addresses[0][1]
         self._said(key, what, Address(where.host, port))
 
     def _said(self, key: str, what: str, where: Address) -> None:
         self.ports[key] = where.port
-        self._say(f"{what} on {where}")
+        self.say(f"{what} on {where}")
 
     def _not_ready(self) -> str:
         return "; ".join(self._trouble.values())
@@ -182,7 +188,8 @@ class Server:
         while True:
             await asyncio.sleep(COUNT_S)
             await asyncio.to_thread(self._requests.count)
-            self.health.journal_bytes.set(await asyncio.to_thread(journals.size_of, self._folder))
+            with contextlib.suppress(OSError):
+                self.health.journal_bytes.set(await asyncio.to_thread(journals.size_of, self._folder))
 
     def _keeper(self) -> Keeper:
         versions = {SPANS: registry.span_collector(), PAGES: registry.page_collector()}
@@ -196,7 +203,7 @@ class Server:
         try:
             self._kept(self._keeper().round())
         except TailscopeError as error:
-            self._say(f"{error}. What was acknowledged is in the journal and is kept at the next start")
+            self.say(f"{error}. What was acknowledged is in the journal and is kept at the next start")
 
     async def _keep(self, stack: contextlib.AsyncExitStack) -> None:
         await self._supervise("keeper", _keep_main, (self._keeper(),), self._on_kept)
@@ -212,10 +219,13 @@ class Server:
         """Run a process, take what it says, start it again where it dies."""
         context = multiprocessing.get_context("spawn")
         while True:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_as_child, args=(theirs, main, arguments), daemon=True)
-            process.start()
-            theirs.close()
+            try:
+                process, ours = _started(context, main, arguments)
+            except OSError as error:  # no memory, or no file descriptors: until there are
+                self._trouble[part] = f"the {part} cannot be started: {error.strerror}"
+                self.say(self._trouble[part])
+                await asyncio.sleep(RESTART_S)
+                continue
             try:
                 while (message := await asyncio.to_thread(_received, ours)) is not _GONE:
                     if message is not None:
@@ -224,14 +234,19 @@ class Server:
                 await asyncio.shield(asyncio.to_thread(_end, process, ours))
             self.health.restarts.labels(part).inc()
             self._trouble[part] = f"the {part} died and is started again"
-            self._say(self._trouble[part])
+            self.say(self._trouble[part])
             if part == "scraper":
-                journals.recover(self._folder, PAGES)
+                with contextlib.suppress(OSError):  # what it left is closed at the next start
+                    await asyncio.to_thread(journals.recover, self._folder, PAGES)
             await asyncio.sleep(RESTART_S)
 
-    def _on_kept(self, message: Kept | str) -> None:
-        if isinstance(message, str):
-            self._trouble["keeper"] = message
+    def _on_kept(self, message: Kept | NotKept) -> None:
+        full = isinstance(message, NotKept) and message.disk_full
+        self.health.set_disk_full("keeper", full)
+        if isinstance(message, NotKept):
+            if self._trouble.get("keeper") != message.why:
+                self.say(message.why)
+            self._trouble["keeper"] = message.why
         else:
             self._trouble.pop("keeper", None)
             self._kept(message)
@@ -239,6 +254,9 @@ class Server:
     def _kept(self, kept: Kept) -> None:
         for table, count in kept.rows.items():
             self.health.written.labels(table).inc(count)
+        for damage in kept.damaged:
+            self.health.damaged.inc()
+            self.say(damage)
         self.health.duplicates.inc(kept.duplicates)
         self.health.trace_bytes.set(kept.trace_bytes)
         self.health.trace_parts.set(kept.trace_parts)
@@ -263,16 +281,41 @@ class Server:
             else:
                 # A counter that fell began anew.
                 before = self._engines.get((what, server, engine), value)
-                health.preemptions.labels(server, engine).inc(value - before if value >= before else value)
+                health.preemptions.labels(server, engine).inc(
+                    value - before if value >= before else max(0.0, value)
+                )
                 self._engines[what, server, engine] = value
         for server in report.gone:
-            for metric in (health.up, health.scrape_seconds):
-                with contextlib.suppress(KeyError):
-                    metric.remove(server)
+            self._forget(server)
         for problem in dict.fromkeys(report.problems):
-            self._say(problem)
-        if report.disk_full:
-            health.disk_full.set(1)
+            self.say(problem)
+        if report.disk_full is not None:
+            health.set_disk_full("pages", report.disk_full)
+
+    def _forget(self, server: str) -> None:
+        """Series of an engine that is scraped no more: last values would stand there for ever."""
+        health = self.health
+        for metric in (
+            health.up, health.scrape_seconds, health.scrapes, health.kv_usage, health.running, health.waiting, health.preemptions,
+        ):  # fmt: skip
+            shown = [sample.labels for family in metric.collect() for sample in family.samples]
+            for labels in {tuple(found.values()) for found in shown if found["server"] == server}:
+                metric.remove(*labels)
+        for key in [key for key in self._engines if key[1] == server]:
+            del self._engines[key]
+
+
+@contextlib.contextmanager
+def _file_with(text: bytes) -> Iterator[Path]:
+    """The configuration as it is in use, whatever becomes of its file meanwhile."""
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="tailscope-")
+        path = Path(folder.name, "tailscope.toml")
+        path.write_bytes(text)
+    except OSError as error:
+        raise UsageError(f"{tempfile.gettempdir()}: cannot write: {error.strerror}") from error
+    with folder:
+        yield path
 
 
 def _samples(metric: Counter) -> Iterator[tuple[dict[str, str], float]]:
@@ -280,6 +323,28 @@ def _samples(metric: Counter) -> Iterator[tuple[dict[str, str], float]]:
         for sample in family.samples:
             if sample.name.endswith("_total"):
                 yield sample.labels, sample.value
+
+
+@dataclass(frozen=True)
+class NotKept:
+    """Why a round of the keeper failed. It is tried again; the rows are in the journal."""
+
+    why: str
+    disk_full: bool
+
+
+def _started(
+    context: SpawnContext, main: Callable[..., object], arguments: tuple[Any, ...]
+) -> tuple[BaseProcess, Connection]:
+    ours, theirs = context.Pipe()
+    with theirs:
+        process = context.Process(target=_as_child, args=(theirs, main, arguments), daemon=True)
+        try:
+            process.start()
+        except BaseException:
+            ours.close()
+            raise
+        return process, ours
 
 
 _GONE = object()
@@ -293,7 +358,7 @@ def _received(pipe: Connection) -> Any:
         return _GONE
 
 
-def _end(process: multiprocessing.process.BaseProcess, pipe: Connection) -> None:
+def _end(process: BaseProcess, pipe: Connection) -> None:
     with contextlib.suppress(OSError):
         pipe.send("stop")
     # What it says meanwhile must not block it.
@@ -319,9 +384,9 @@ def _keep_main(pipe: Connection, keeper: Keeper) -> None:
     os.nice(5)
     while not pipe.poll(KEEP_S):
         try:
-            message: Kept | str = keeper.round()
-        except TailscopeError as error:
-            message = str(error)
+            message: Kept | NotKept = keeper.round()
+        except (TailscopeError, OSError, duckdb.Error, pa.ArrowException) as error:
+            message = NotKept(str(error), is_disk_full(error) or is_disk_full(error.__cause__))
         try:
             pipe.send(message)
         except OSError:
@@ -348,52 +413,3 @@ def _held(trace: Path) -> Any:
         except OSError as error:
             raise UsageError(f"{trace}: another tailscope serves this trace") from error
         yield
-
-
-def serve(
-    settings: Serve, config_path: Path | None, for_s: float | None, say: Callable[[str], object]
-) -> Server:
-    """Run until SIGINT or SIGTERM, or for `for_s` seconds; returns what ran. SIGHUP reads `config_path` again and goes on
-    with it, or, where it has an error, as before. Raises UsageError."""
-    return asyncio.run(_run(settings, config_path, for_s, say))
-
-
-async def _run(
-    settings: Serve, config_path: Path | None, for_s: float | None, say: Callable[[str], object]
-) -> Server:
-    loop = asyncio.get_running_loop()
-    server = Server(settings, config_path, say)
-    changed: Serve | None = None
-
-    def reload() -> None:
-        nonlocal changed
-        if config_path is None:
-            return
-        try:
-            changed = load(config_path)
-            access_of(changed)
-        except UsageError as error:
-            changed = None
-            server.health.reloads.labels("error").inc()
-            say(f"{error}. The configuration stays as it was")
-        else:
-            server.health.reloads.labels("good").inc()
-            server.stop()
-
-    def end() -> None:
-        nonlocal changed
-        changed = None
-        server.stop()
-
-    for name in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(name, end)
-    loop.add_signal_handler(signal.SIGHUP, reload)
-    if for_s is not None:
-        loop.call_later(for_s, end)
-    while True:
-        await server.run()
-        if changed is None:
-            return server
-        say("configuration read again")
-        # Counts of tailscope's own go on.
-        server, changed = Server(changed, config_path, say, server.health), None

@@ -17,6 +17,8 @@ _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|d)")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(B|kB|MB|GB|TB)")
 _BYTES = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+#: Limits of limits: a century, what gRPC can take, series that Prometheus and our memory can.
+MOST_S, MOST_MESSAGE, MOST_LABELS = 36_500 * 86_400.0, 10**9, 10_000
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:]+\]|[^:\s/]+):([0-9]{1,5})")
 
 
@@ -91,9 +93,9 @@ def parse(raw: Mapping[str, Any], folder: Path = Path()) -> Serve:
     for key, name in (("retention", "retention_s"), ("window", "window_s"), ("every", "every_s")):
         if key in table:
             found[name] = _duration(table, key, "[serve]")
-    for key in ("retention_bytes", "max_message"):
+    for key, most in (("retention_bytes", 10**18), ("max_message", MOST_MESSAGE)):
         if key in table:
-            found[key] = _bytes(table, key)
+            found[key] = _bytes(table, key, most)
     for key in ("tenants", "label_sets"):
         if key in table:
             found[key] = _count(table, key)
@@ -121,7 +123,10 @@ def duration(text: object, place: str) -> float:
     match = _DURATION.fullmatch(text) if isinstance(text, str) else None
     if match is None or not float(match[1]):
         raise UsageError(f"{place}: must be a time above 0 such as 500ms, 30s, 15m, 2h or 7d, not {text!r}")
-    return float(match[1]) * _SECONDS[match[2]]
+    seconds = float(match[1]) * _SECONDS[match[2]]
+    if seconds > MOST_S:
+        raise UsageError(f"{place}: must be at most {MOST_S / 86400:.0f}d, not {text!r}")
+    return seconds
 
 
 def url_of(target: str, scheme: str, path: str, place: str) -> str:
@@ -190,18 +195,21 @@ def _duration(table: Mapping[str, Any], key: str, place: str) -> float:
     return duration(table[key], f"{place} {key}")
 
 
-def _bytes(table: Mapping[str, Any], key: str) -> int:
+def _bytes(table: Mapping[str, Any], key: str, most: int) -> int:
     value = table[key]
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     if match is None or not float(match[1]):
         raise UsageError(f"[serve] {key}: must be a size above 0 such as 500MB or 50GB, not {value!r}")
-    return int(float(match[1]) * _BYTES[match[2]])
+    size = float(match[1]) * _BYTES[match[2]]
+    if not 1 <= size <= most:
+        raise UsageError(f"[serve] {key}: must be from 1B to {most // 10**9}GB, not {value!r}")
+    return int(size)
 
 
 def _count(table: Mapping[str, Any], key: str) -> int:
     value = table[key]
-    if type(value) is not int or value < 1:
-        raise UsageError(f"[serve] {key}: must be a whole number from 1")
+    if type(value) is not int or not 1 <= value <= MOST_LABELS:
+        raise UsageError(f"[serve] {key}: must be a whole number from 1 to {MOST_LABELS}")
     return value
 
 

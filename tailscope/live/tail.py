@@ -13,11 +13,12 @@ from rich.console import Console
 from rich.text import Text
 
 from tailscope.errors import UsageError
-from tailscope.live.access import read_token
+from tailscope.live.access import ca_context, read_token
 from tailscope.live.settings import Address, address
 from tailscope.safe import printable
 
 POLL_S, TIMEOUT_S = 2.0, 5.0
+MOST_ANSWER = 64 << 20
 STYLES = {"high": "red", "medium": "yellow", "low": "cyan"}
 
 
@@ -25,11 +26,12 @@ def tail(server: str, token: Path | None, ca: Path | None, console: Console) -> 
     """Print what is open, then each change, until interrupted. Raises UsageError where nobody answers at first."""
     where = address(server, "tail")
     headers = {} if token is None else {"Authorization": f"Bearer {read_token(token)}"}
-    context = None if ca is None else ssl.create_default_context(cafile=ca)
+    context = None if ca is None else ca_context(ca)
     try:
+        # By the server's clock, not ours.
+        shown = _newest(_get(where, "/api/history", headers, context), 0.0)
         for finding in _get(where, "/api/diagnosis", headers, context)["open"]:
             console.print(_line("open", finding["opened_s"], finding))
-        shown = time.time()
         silent = False
         while True:
             time.sleep(POLL_S)
@@ -43,20 +45,27 @@ def tail(server: str, token: Path | None, ca: Path | None, console: Console) -> 
             if silent:
                 console.print(Text(f"{where} answers again", style="dim"))
                 silent = False
+            # Changes of one look have one time.
             for change in changes:
                 if change["time_s"] > shown:
                     console.print(_line(change["change"], change["time_s"], change))
-                    shown = change["time_s"]
+            shown = _newest(changes, shown)
     except KeyboardInterrupt:
         return
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise UsageError(f"{where}: is no tailscope serve") from error
+
+
+def _newest(changes: Any, least: float) -> float:
+    return max((change["time_s"] for change in changes), default=least)
 
 
 def _line(change: str, time_s: float, finding: dict[str, Any]) -> Text:
     clock = time.strftime("%H:%M:%S", time.localtime(time_s))
     severity = str(finding["severity"])
     return Text.assemble(
-        f"{clock} {change:<7} ",
-        (f"{severity:<7}", STYLES.get(severity, "")),
+        f"{clock} {printable(change):<7} ",
+        (f"{printable(severity):<7}", STYLES.get(severity, "")),
         f" {printable(str(finding['rule']))}: {printable(str(finding['title']))}",
     )
 
@@ -69,14 +78,14 @@ def _get(where: Address, path: str, headers: dict[str, str], context: ssl.SSLCon
     try:
         connection.request("GET", path, headers=headers)
         response = connection.getresponse()
-        body = response.read()
+        body = response.read(MOST_ANSWER)
     except (OSError, http.client.HTTPException) as error:
-        raise UsageError(f"{where}: no answer: {error}") from error
+        raise UsageError(f"{where}: no answer: {printable(str(error))}") from error
     finally:
         connection.close()
     if response.status != 200:
-        raise UsageError(f"{where}: answers {response.status} {response.reason}")
+        raise UsageError(f"{where}: answers {response.status} {printable(response.reason)}")
     try:
         return json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{where}: is no tailscope serve") from error

@@ -41,8 +41,8 @@ async def targets_of(scrape: Scrape) -> tuple[list[Target], list[str]]:
     for name in scrape.dns:
         try:
             found += await _of_dns(name, scrape)
-        except OSError as error:
-            problems.append(f"{name}: cannot be looked up: {error.strerror or error}")
+        except (OSError, UnicodeError) as error:  # a name with a label of 64 letters is no text to DNS
+            problems.append(f"{name}: cannot be looked up: {getattr(error, 'strerror', None) or error}")
     by_url = {target.url: target for target in found}
     return list(by_url.values())[:MOST_TARGETS], problems
 
@@ -52,7 +52,7 @@ def _of_file(path: Path, scrape: Scrape) -> list[Target]:
     count. Raises UsageError."""
     try:
         groups = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(groups, list):
         raise UsageError(f"{path}: must be a list of groups with targets")

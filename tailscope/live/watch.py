@@ -134,14 +134,21 @@ class Watch:
             self._remember(changes)
 
     async def _diagnose(self, now_s: float) -> tuple[str, Mapping[str, Any] | None, str]:
-        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now_s - self._window_s))
+        # Spans of the future, of a sender whose clock is wrong, are not in every window from now on.
+        since, until = (
+            time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time_s))
+            for time_s in (now_s - self._window_s, now_s + 1)
+        )
         command = [sys.executable, "-P", "-m", "tailscope", "diagnose", os.fspath(self._trace)]
-        command += ["--format", "json", "--from", since, "--memory-limit", MEMORY]
+        command += ["--format", "json", "--from", since, "--to", until, "--memory-limit", MEMORY]
         if self._config is not None:
             command += ["--config", os.fspath(self._config)]
-        process = await asyncio.create_subprocess_exec(
-            *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+            )
+        except OSError as error:
+            return "failed", None, f"a look cannot be started: {error.strerror}"
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
         try:
@@ -188,9 +195,14 @@ class Watch:
         try:
             with self._history.open("rb") as file:
                 lines = file.readlines()[-most:]
-        except FileNotFoundError:
+        except OSError:
             return []
-        return [json.loads(line) for line in lines]
+        found = []
+        for line in lines:
+            # A line of a process that died, or of a disk that was full, is cut off.
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+        return [entry for entry in found if isinstance(entry, dict)]
 
 
 def excess_of(diagnosis: Mapping[str, Any]) -> dict[tuple[str, str, str], float]:
