@@ -240,7 +240,7 @@ class RequestMetrics:
             ]
         _head(lines, "tailscope_slo_seconds", "gauge", "Limit of an objective.", exemplars)
         lines += [
-            f'tailscope_slo_seconds{{class="{_escaped(slo.klass)}",metric="{slo.metric.lower()}",percentile="{slo.quantile}"}} '
+            f'tailscope_slo_seconds{{class="{_escaped(slo.klass)}",metric="{slo.metric.lower()}",quantile="{slo.quantile}"}} '
             f"{slo.limit_s}"
             for slo in self._config.slos
         ]
