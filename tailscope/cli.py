@@ -350,7 +350,8 @@ def demo(
     live: Annotated[
         bool,
         typer.Option(
-            "--live", help="Instead: three minutes of `tailscope serve` beside a simulated fleet (docs/serve.md)."
+            "--live",
+            help="Instead: three minutes of `tailscope serve` beside a simulated fleet (docs/serve.md).",
         ),
     ] = False,
     healthy: Annotated[
@@ -359,7 +360,9 @@ def demo(
     scenario: Annotated[
         Path | None, typer.Option(help="With --live: a scenario of your own.", metavar="FILE")
     ] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="With --live: keep trace, configuration and logs.")] = False,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="With --live: keep trace, configuration and logs.")
+    ] = False,
 ) -> None:
     """Ingest and diagnose the captures of a real vLLM that ship with tailscope, or show it live."""
     if not live and (healthy or scenario or keep):
@@ -368,7 +371,9 @@ def demo(
         from importlib import import_module
 
         if example is not None or (healthy and scenario):
-            raise UsageError("--live goes without the name of a capture, and with --healthy or --scenario, not both")
+            raise UsageError(
+                "--live goes without the name of a capture, and with --healthy or --scenario, not both"
+            )
         tryout = import_module("tailscope.examples.live.tryout")
         if not tryout.main(scenario, healthy, keep, lambda text: print(text, flush=True)):
             raise typer.Exit(1)

@@ -112,7 +112,9 @@ every = "2s"
 def write_prometheus(folder: Path, config: Path, target: str) -> None:
     """prometheus.yml and rules.yaml."""
     made = alerts.render(
-        configuration.load(config), [rule for rule, _ in registry.rules()], alerts.Wanted(trace="trace.parquet")
+        configuration.load(config),
+        [rule for rule, _ in registry.rules()],
+        alerts.Wanted(trace="trace.parquet"),
     )
     rules = quickened(yaml.safe_load(made))
     (folder / "rules.yaml").write_text(yaml.safe_dump(rules, allow_unicode=True), encoding="utf-8")

@@ -25,7 +25,7 @@ from .fleet import Fleet
 HERE = Path(__file__).parent
 NOISY, HEALTHY, CONFIG = "noisy-neighbour.toml", "busier-neighbour.toml", "tailscope.toml"
 #: What rules look at, and how often: production's five minutes are longer than all of this.
-WINDOW, EVERY = "45s", "5s"
+WINDOW, EVERY = "60s", "5s"
 #: How often we look, and how often a p99 is told.
 POLL_S, TELL_S = 0.5, 15.0
 #: After the decoy has stopped nothing may open for so long.
@@ -68,7 +68,9 @@ def verdict(world: Scenario, seen: Seen, say: Callable[[str], object]) -> bool:
         say(f"\n{culprit} was injected, and no finding named it.")
         return False
     after = "" if closed is None else f", and closed {closed['at_s'] - seen.ended_s:.0f} s after it stopped"
-    say(f"\n{culprit} was injected. The finding named it {found['at_s'] - seen.began_s:.0f} s after it began{after}.")
+    say(
+        f"\n{culprit} was injected. The finding named it {found['at_s'] - seen.began_s:.0f} s after it began{after}."
+    )
     others = [change["title"] for change in opened if change["culprit"] != culprit]
     for title in dict.fromkeys(others):
         say(f"Also found: {printable(title)}")
@@ -106,7 +108,9 @@ async def run(
         for name in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(name)
         if keep:
-            say(f"\nkept: {folder}; look at it with: tailscope diagnose {folder / 'trace.parquet'} --config {folder / CONFIG}")
+            say(
+                f"\nkept: {folder}; look at it with: tailscope diagnose {folder / 'trace.parquet'} --config {folder / CONFIG}"
+            )
         else:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -158,6 +162,7 @@ class _Story:
                 command = parts.prometheus_command(self._prometheus, self._folder)
                 process = await stack.enter_async_context(parts.running(command, log))
                 self._alerts = await parts.said(process, log, r'msg="Listening on" address=(\S+)')
+                await self._calm()
             self._introduce()
             playing = asyncio.create_task(fleet.play(otlp))
             watching = asyncio.create_task(self._watch())
@@ -167,7 +172,9 @@ class _Story:
                 while not watching.done():
                     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                     if ended.done() and not watching.done():
-                        raise TailscopeError("tailscope serve ended: " + (self._folder / "serve.log").read_text()[-500:])
+                        raise TailscopeError(
+                            "tailscope serve ended: " + (self._folder / "serve.log").read_text()[-500:]
+                        )
                     if playing.done():
                         playing.result()
                         tasks = [watching, ended]
@@ -183,8 +190,12 @@ class _Story:
     def _introduce(self) -> None:
         tenants = sorted({one.tenant for one in self._world.loads if one.tenant})
         say = self._print
-        say(f"fleet       {len(self._fleet.targets)} simulated engines, {', '.join(self._fleet.targets)}; tenants {', '.join(tenants)}")
-        say(f"serve       http://{self._serve}/ and /metrics; rules look at the last {self._window}, every {self._every}")
+        say(
+            f"fleet       {len(self._fleet.targets)} simulated engines, {', '.join(self._fleet.targets)}; tenants {', '.join(tenants)}"
+        )
+        say(
+            f"serve       http://{self._serve}/ and /metrics; rules look at the last {self._window}, every {self._every}"
+        )
         if self._alerts is None:
             say("Prometheus  is not installed (no `prometheus` on the PATH): alerts are not shown")
         else:
@@ -218,7 +229,11 @@ class _Story:
         self._say(f"{', '.join(one.name for one in self._neighbours)}: no more")
         while self._fleet.now_s < self._world.duration_s:
             await self._look()
-            done = self._fleet.now_s >= seen.ended_s + QUIET_S if culprit is None else seen.first("closed", culprit)
+            done = (
+                self._fleet.now_s >= seen.ended_s + QUIET_S
+                if culprit is None
+                else seen.first("closed", culprit)
+            )
             if done:
                 break
             await asyncio.sleep(POLL_S)
@@ -240,6 +255,24 @@ class _Story:
 
     # -- what is asked --------------------------------------------------------------------------
 
+    async def _calm(self) -> None:
+        """Wait until Prometheus has scraped, so that nothing is absent any more."""
+        ready = f"http://{self._alerts}/api/v1/query?query=tailscope_build_info"
+        for _ in range(int(parts.START_S / POLL_S)):
+            async with self._http.get(ready) as response:
+                known = response.status == 200 and (await response.json())["data"]["result"]
+            if known and not await self._alerts_now():
+                return
+            await asyncio.sleep(POLL_S)
+        raise TailscopeError(
+            "Prometheus does not reach tailscope serve, or an alert is active before anything happens"
+        )
+
+    async def _alerts_now(self) -> list[dict[str, Any]] | None:
+        async with self._http.get(f"http://{self._alerts}/api/v1/alerts") as response:
+            # While it starts it answers 503.
+            return (await response.json())["data"]["alerts"] if response.status == 200 else None
+
     async def _buckets(self) -> parts.Buckets:
         async with self._http.get(f"http://{self._serve}/metrics") as response:
             return parts.buckets_of(await response.text())
@@ -252,9 +285,7 @@ class _Story:
             title, severity = printable(change["title"]), change["severity"]
             self._say(f"finding {change['change']} ({severity}, {change['rule']}): {title}")
         if self._alerts is not None:
-            async with self._http.get(f"http://{self._alerts}/api/v1/alerts") as response:
-                if response.status == 200:  # while it starts it answers 503
-                    self._alerted((await response.json())["data"]["alerts"])
+            self._alerted(await self._alerts_now() or [])
 
     def _alerted(self, alerts: list[dict[str, Any]]) -> None:
         told = ("class", "metric", "rule", "culprit", "victim", "server")

@@ -27,9 +27,12 @@ def tail(server: str, token: Path | None, ca: Path | None, console: Console) -> 
     headers = {} if token is None else {"Authorization": f"Bearer {read_token(token)}"}
     context = None if ca is None else ssl.create_default_context(cafile=ca)
     try:
+        # By the server's clock; changes of one look have one time.
+        shown = max(
+            (change["time_s"] for change in _get(where, "/api/history", headers, context)), default=0.0
+        )
         for finding in _get(where, "/api/diagnosis", headers, context)["open"]:
             console.print(_line("open", finding["opened_s"], finding))
-        shown = time.time()
         silent = False
         while True:
             time.sleep(POLL_S)
@@ -43,10 +46,9 @@ def tail(server: str, token: Path | None, ca: Path | None, console: Console) -> 
             if silent:
                 console.print(Text(f"{where} answers again", style="dim"))
                 silent = False
-            for change in changes:
-                if change["time_s"] > shown:
-                    console.print(_line(change["change"], change["time_s"], change))
-                    shown = change["time_s"]
+            for change in [change for change in changes if change["time_s"] > shown]:
+                console.print(_line(change["change"], change["time_s"], change))
+                shown = change["time_s"]
     except KeyboardInterrupt:
         return
 
