@@ -240,8 +240,10 @@ def test_hostile_names_are_kept_as_they_are_and_break_nothing(
         watch.find(finding(name))
         watch.find(finding(name))
     again = Looks(tmp_path, None, 300.0, 30.0, tmp_path / "history.jsonl")
-    named = {change["culprit"] for change in again.history()}
-    assert named == {f"class:{name}" for name in HOSTILE[-2:]}
+    told = [(change["change"], change["culprit"]) for change in again.history()]
+    assert told == [(change["change"], change["culprit"]) for change in watch.history()][-len(told) :]
+    assert ("opened", f"class:{HOSTILE[-1]}") in told
+    assert {name for _, name in told} <= {f"class:{name}" for name in HOSTILE}
     lines = (tmp_path / "history.jsonl").read_bytes().split(b"\n")
     assert all(json.loads(line) for line in lines if line)
 

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 import grpc.aio
@@ -57,7 +58,7 @@ class Fleet:
                 pages = await asyncio.to_thread(Pages, self._outcome, of_instance(views, instance), later_s)
                 self._pages.append(pages)
                 app = web.Application()
-                app.router.add_get("/metrics", lambda _, number=number: self._page(number))
+                app.router.add_get("/metrics", partial(self._page, number))
                 runner = web.AppRunner(app, access_log=None)
                 await runner.setup()
                 stack.push_async_callback(runner.cleanup)
@@ -81,7 +82,7 @@ class Fleet:
         async with grpc.aio.insecure_channel(otlp) as channel:
             await asyncio.gather(*(self._send(n, channel) for n in range(len(self.targets))))
 
-    async def _page(self, number: int) -> web.Response:
+    async def _page(self, number: int, _: web.Request) -> web.Response:
         pages = self._pages[number]
         shown = max(0, int(pages.at.searchsorted(self.now_s, side="right")) - 1)
         kind = "text/plain; version=0.0.4; charset=utf-8"

@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 
-from tailscope.errors import TailscopeError
+from tailscope.errors import TailscopeError, UsageError
 from tailscope.safe import printable
 from tailscope.sim.scenario import Load, Scenario
 from tailscope.sim.scenario_file import load
@@ -51,10 +51,10 @@ class Seen:
 
 
 def main(scenario: Path | None, healthy: bool, keep: bool, say: Callable[[str], object]) -> bool:
-    """Run until it is told, or until Ctrl-C; says whether what was injected, and nothing else, was found."""
+    """Run until it is told, or until Ctrl-C; False where what was injected was not found, or something else was."""
     world = load(scenario or HERE / (HEALTHY if healthy else NOISY))
     seen = asyncio.run(run(world, say, keep=keep))
-    return seen is not None and verdict(world, seen, say)
+    return seen is None or verdict(world, seen, say)
 
 
 def verdict(world: Scenario, seen: Seen, say: Callable[[str], object]) -> bool:
@@ -85,16 +85,18 @@ async def run(
     window: str = WINDOW,
     every: str = EVERY,
     prometheus: str | None = shutil.which("prometheus"),
+    enough: Callable[[Seen], bool] = lambda seen: False,
 ) -> Seen | None:
-    """None where Ctrl-C or SIGTERM ended it. Nothing stays: no process, no port, no folder unless `keep`."""
+    """Until all is told or `enough` was seen; None where Ctrl-C or SIGTERM ended it. Nothing stays: no process, no port, no
+    folder unless `keep`."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for name in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(name, stop.set)
     folder = Path(tempfile.mkdtemp(prefix="tailscope-live-"))
-    story = asyncio.create_task(_Story(world, folder, say, window, every, prometheus).run())
     stopping = asyncio.create_task(stop.wait())
     try:
+        story = asyncio.create_task(_Story(world, folder, say, window, every, prometheus, enough).run())
         await asyncio.wait([story, stopping], return_when=asyncio.FIRST_COMPLETED)
         if story.done():
             return story.result()
@@ -124,12 +126,13 @@ class _Story:
         window: str,
         every: str,
         prometheus: str | None,
+        enough: Callable[[Seen], bool],
     ) -> None:
-        self._world, self._folder, self._print = world, folder, say
+        self._world, self._folder, self._print, self._enough = world, folder, say, enough
         self._window, self._every, self._prometheus = window, every, prometheus
         self._neighbours = [one for one in world.loads if one.from_s > 0]
         if not self._neighbours:
-            raise TailscopeError("the scenario of a try-out needs a [[load]] with from_s: what becomes of it")
+            raise UsageError("the scenario of a try-out needs a [[load]] with from_s: what becomes of it")
         self._seen = Seen(
             min(one.from_s for one in self._neighbours),
             max(world.duration_s if one.to_s is None else one.to_s for one in self._neighbours),
@@ -220,12 +223,14 @@ class _Story:
         self._tell_p99("before", first, start)
         self._say(f"{', '.join(map(described, self._neighbours))}")
         latest, told = start, seen.began_s
-        while self._fleet.now_s < seen.ended_s:
+        while self._fleet.now_s < seen.ended_s and not self._enough(seen):
             await self._until(min(told + TELL_S, seen.ended_s))
             now = await self._buckets()
             self._tell_p99("", latest, now)
             latest, told = now, told + TELL_S
         self._tell_p99("during", start, latest)
+        if self._enough(seen):
+            return
         self._say(f"{', '.join(one.name for one in self._neighbours)}: no more")
         while self._fleet.now_s < self._world.duration_s:
             await self._look()
@@ -239,7 +244,7 @@ class _Story:
             await asyncio.sleep(POLL_S)
 
     async def _until(self, time_s: float) -> None:
-        while (left := time_s - self._fleet.now_s) > 0:
+        while (left := time_s - self._fleet.now_s) > 0 and not self._enough(self._seen):
             await self._look()
             await asyncio.sleep(min(POLL_S, left))
 
