@@ -27,8 +27,7 @@ from tailscope.sim.scenario import Scenario
 from tailscope.sim.scenario_file import parse
 
 CULPRIT, VICTIM = "class:legal-documents", "class:interactive"
-#: What makes a minute of it enough: more requests a second.
-BUSY = 2.0
+LIMIT_S = 0.2
 
 
 def world(name: str, from_s: float, to_s: float, over_s: float) -> Scenario:
@@ -39,9 +38,6 @@ def world(name: str, from_s: float, to_s: float, over_s: float) -> Scenario:
     for load in document["load"]:
         if "from_s" in load:
             load["from_s"], load["to_s"] = from_s, to_s
-            load["rate"] *= 1.5
-        else:
-            load["rate"] *= BUSY
     return parse(document, path.parent, name)
 
 
@@ -66,7 +62,7 @@ def test_the_finding_names_who_was_injected() -> None:
     assert found[0]["at_s"] > seen.began_s
     assert "class legal-documents" in found[0]["title"]
     before, during = seen.p99["before"]["interactive"][0], seen.p99["during"]["interactive"][0]
-    assert before < 0.3 < during
+    assert before < LIMIT_S < during
     assert any("Prometheus  is not installed" in line for line in said)
 
 
@@ -75,7 +71,7 @@ def test_a_neighbour_who_is_busy_is_no_finding(monkeypatch: pytest.MonkeyPatch) 
     scenario = world(tryout.HEALTHY, 10.0, 30.0, 45.0)
     seen, said = play(scenario, prometheus=None)
     assert seen.changes == []
-    assert seen.p99["during"]["interactive"][0] < 0.3
+    assert seen.p99["during"]["interactive"][0] < LIMIT_S
     assert tryout.verdict(scenario, seen, said.append)
 
 
@@ -114,8 +110,7 @@ def children(pid: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_leaves_nothing(tmp_path: Path, how: signal.Signals) -> None:
+def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "tailscope", "demo", "--live"],
         stdout=subprocess.PIPE,
@@ -130,8 +125,8 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path, how: signal.Signals) -> None:
                 break
         started = children(process.pid)
         assert len(started) >= 3
-        process.send_signal(how)
-        process.send_signal(how)  # whoever is impatient
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)  # whoever is impatient
         rest = process.stdout.read()
         assert process.wait(30) == 0, rest
     finally:
