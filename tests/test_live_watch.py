@@ -203,7 +203,7 @@ def test_no_rows_are_no_failure(watch: Looks) -> None:
     assert not watch.state.open
 
 
-def test_looks_rest_longer_than_they_take(watch: Looks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_looks_rest_longer_than_they_work(watch: Looks, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -212,13 +212,19 @@ def test_looks_rest_longer_than_they_take(watch: Looks, monkeypatch: pytest.Monk
             raise asyncio.CancelledError
 
     async def look() -> None:
-        watch.state.took_s = [1.0, 100.0][len(slept) - 1]
+        watch._cost_s = [1.0, 100.0][len(slept) - 1]
 
     monkeypatch.setattr(module.asyncio, "sleep", sleep)
     monkeypatch.setattr(watch, "look", look)
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(watch.run())
     assert slept == [30.0, 30.0, 200.0]
+
+
+def test_the_cost_of_a_look_is_its_processor_time(watch: Looks) -> None:
+    watch.see("import time; time.sleep(1); print('{\"findings\": [], \"classes\": []}')")
+    assert watch.state.took_s is not None
+    assert watch.state.took_s > 1 > watch._cost_s > 0
 
 
 # -- history ---------------------------------------------------------------------------------------

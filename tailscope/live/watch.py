@@ -4,7 +4,7 @@ Each look is a `tailscope diagnose` of its own process, so that its memory is bo
 hangs harms nothing. A finding opens when two of the last three looks found it, and closes when none of them did:
 one window on the edge of a threshold neither opens nor closes anything. What is open stays so over a restart.
 
-What looks cost is bounded: they rest twice as long as they take, which is a third of a core, and where one takes too
+What looks cost is bounded: they rest for twice the processor time they take, which is a third of a core, and where one takes too
 long the next looks at half of the window.
 """
 
@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import shutil
 import sys
 import time
@@ -27,7 +28,7 @@ from typing import Any
 LOOKS, TO_OPEN = 3, 2
 #: A look that takes longer is given up; after one that takes less than a quarter of it a shortened window grows again.
 MOST_LOOK_S = 120.0
-#: Times as long as a look took there is none.
+#: Times the processor time of a look there is none.
 REST = 2.0
 #: The window is never shortened further than to this part of it.
 MOST_SHORTER = 64
@@ -147,7 +148,7 @@ class Watch:
         self._trace, self._config, self._window_s, self._every_s = trace, config, window_s, every_s
         self._history = history
         self._aside = trace / ASIDE
-        self._shorter = 1
+        self._shorter, self._cost_s = 1, 0.0
         records, self._lines, self._cut = _read(history)
         self._recent = deque(records[-MOST_SHOWN:], MOST_SHOWN)
         self._hysteresis = Hysteresis()
@@ -156,7 +157,7 @@ class Watch:
 
     async def run(self) -> None:
         while True:
-            await asyncio.sleep(max(self._every_s, REST * (self.state.took_s or 0.0)))
+            await asyncio.sleep(max(self._every_s, REST * self._cost_s))
             await self.look()
 
     async def look(self) -> None:
@@ -208,6 +209,7 @@ class Watch:
 
     async def _run(self, command: list[str]) -> tuple[int | None, bytes, bytes]:
         """(status, output, errors). Raises OSError and TimeoutError."""
+        before_s = _children_s()
         self._aside.mkdir(exist_ok=True)
         try:
             process = await asyncio.create_subprocess_exec(
@@ -228,6 +230,7 @@ class Watch:
                 await process.wait()
             return process.returncode, output, errors
         finally:
+            self._cost_s = _children_s() - before_s
             shutil.rmtree(self._aside, ignore_errors=True)
 
     def _remember(self, changes: list[dict[str, Any]]) -> None:
@@ -251,6 +254,12 @@ class Watch:
     def history(self, most: int = MOST_SHOWN) -> list[dict[str, Any]]:
         """The last changes, oldest first."""
         return list(self._recent)[-most:]
+
+
+def _children_s() -> float:
+    """Processor time of children that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _read(history: Path) -> tuple[list[dict[str, Any]], int, bool]:
