@@ -222,7 +222,7 @@ def test_looks_rest_longer_than_they_work(watch: Looks, monkeypatch: pytest.Monk
 
 
 def test_the_cost_of_a_look_is_its_processor_time(watch: Looks) -> None:
-    watch.see("import time; time.sleep(1); print('{\"findings\": [], \"classes\": []}')")
+    watch.see('import time; time.sleep(1); print(\'{"findings": [], "classes": []}\')')
     assert watch.state.took_s is not None
     assert watch.state.took_s > 1 > watch._cost_s > 0
 
