@@ -30,6 +30,16 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
         return Decision("no-data", RULE.missing)
     trace = rows[0]
     hurt = sorted((r for r in rows if matters(r, limits)), key=share, reverse=True)
+    if (
+        not hurt
+        and not trace["counted_on"]
+        and any(matters({**r, "frontend_s": r["told_s"], "long_waits": r["told_long"]}, limits) for r in rows)
+    ):
+        return Decision(
+            "inconclusive",
+            f"{_tails.counted(trace['told_long'], 'request')} spent more than {LONG_S:g} s before the engine's queue, but no step of the "
+            "engine is known to have ended meanwhile: one long step, as of a long prompt, would do",
+        )
     if not hurt:
         text = f"requests are typically {usual(trace)} in the API server before the engine has them, and no tail is longer by it"
         if trace["counted_on"]:

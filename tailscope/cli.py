@@ -349,8 +349,37 @@ def demo(
         Example | None, typer.Argument(help="The capture to diagnose; without one, all of them.")
     ] = None,
     format: Annotated[Format, typer.Option(help="text for people, json for programs.")] = Format.text,
+    live: Annotated[
+        bool,
+        typer.Option(
+            "--live",
+            help="Instead: three minutes of `tailscope serve` beside a simulated fleet (docs/serve.md).",
+        ),
+    ] = False,
+    healthy: Annotated[
+        bool, typer.Option("--healthy", help="With --live: a neighbour that is busy and harms nobody.")
+    ] = False,
+    scenario: Annotated[
+        Path | None, typer.Option(help="With --live: a scenario of your own.", metavar="FILE")
+    ] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="With --live: keep trace, configuration and logs.")
+    ] = False,
 ) -> None:
-    """Ingest and diagnose the captures of a real vLLM that ship with tailscope."""
+    """Ingest and diagnose the captures of a real vLLM that ship with tailscope, or show it live."""
+    if not live and (healthy or scenario or keep):
+        raise UsageError("--healthy, --scenario and --keep go with --live")
+    if live:
+        from importlib import import_module
+
+        if example is not None or (healthy and scenario):
+            raise UsageError(
+                "--live goes without the name of a capture, and with --healthy or --scenario, not both"
+            )
+        tryout = import_module("tailscope.examples.live.tryout")
+        if not tryout.main(scenario, healthy, keep, lambda text: print(text, flush=True)):
+            raise typer.Exit(1)
+        return
     for chosen in [example] if example else Example:
         _demo(chosen.value, format)
 

@@ -104,8 +104,9 @@ class Running:
             task = asyncio.create_task(self.server.run())
             started = asyncio.create_task(self.server.started.wait())
             await asyncio.wait([task, started], return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                self._started.set()
+            if task.done():
+                await task  # it failed: that is told before the start is
+            self._started.set()
             await task
 
         try:
@@ -326,7 +327,8 @@ def test_engines_are_scraped_and_what_is_none_is_told(tmp_path: Path) -> None:
                 lying: {"broken"},
             }
             text = call(server.url("/metrics"))[1].decode()
-            assert f'tailscope_kv_cache_usage_ratio{{engine="0",server="{good}"}} 0.5' in text
+            [usage] = [f for f in text_format(text) if f.name == "tailscope_kv_cache_usage_ratio"]
+            assert [(s.labels, s.value) for s in usage.samples] == [({"server": good, "engine": "0"}, 0.5)]
             assert f'tailscope_up{{server="{page}"}} 0.0' in text
     with Trace(tmp_path / "t.parquet") as trace:
         rows = trace.rows("SELECT DISTINCT name FROM metrics JOIN series USING (series)")

@@ -2,7 +2,10 @@
 
 Each look is a `tailscope diagnose` of its own process, so that its memory is bounded and given back, and a look that
 hangs harms nothing. A finding opens when two of the last three looks found it, and closes when none of them did:
-one window on the edge of a threshold neither opens nor closes anything.
+one window on the edge of a threshold neither opens nor closes anything. What is open stays so over a restart.
+
+What looks cost is bounded: they rest for twice the processor time they take, which is a third of a core, and where one takes too
+long the next looks at half of the window.
 """
 
 from __future__ import annotations
@@ -11,22 +14,34 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
+import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 #: Looks that decide whether a finding is open, and in how many of them it must be found to open.
 LOOKS, TO_OPEN = 3, 2
-#: A look that takes longer is given up.
+#: A look that takes longer is given up; after one that takes less than a quarter of it a shortened window grows again.
 MOST_LOOK_S = 120.0
+#: Times the processor time of a look there is none.
+REST = 2.0
+#: The window is never shortened further than to this part of it.
+MOST_SHORTER = 64
 MEMORY = "1GB"
 #: A look gives way to receivers.
 NICE = 10
-#: Lines of history kept; the older half goes when there are twice as many.
-MOST_HISTORY = 10_000
+#: Lines of history kept; the older half goes when there are twice as many. So many of the last are shown.
+MOST_HISTORY, MOST_SHOWN = 10_000, 200
+#: Findings that can be open at once, and characters of a party's id: both come from the trace.
+MOST_FINDINGS, MOST_ID = 1_000, 200
+#: What a look puts aside, below the trace; a look that is killed does not clear it away.
+ASIDE = ".look"
+SEVERITIES = ("low", "medium", "high")
 #: Components that are others' prefill.
 COUPLING = (
     "others_prefill_before",
@@ -37,11 +52,13 @@ COUPLING = (
 UNEXPLAINED = "unexplained"
 
 Key = tuple[str, str, str]
+#: What every record of the history says.
+RECORD = {"change", "time_s", "rule", "severity", "culprit", "victim", "title", "opened_s", "last_found_s"}
 
 
 @dataclass
 class OpenFinding:
-    """A finding that is open, as it was found last. `seen` says of the last looks whether they found it."""
+    """A finding that is open, as it was found last; its severity is the highest of the last looks."""
 
     rule: str
     severity: str
@@ -71,33 +88,53 @@ class Hysteresis:
 
     def __init__(self) -> None:
         self.open: dict[Key, OpenFinding] = {}
-        self._seen: dict[Key, list[bool]] = {}
+        #: Of the last looks at each: the severity it was found with, None where it was not.
+        self._seen: dict[Key, list[str | None]] = {}
+
+    def restore(self, history: Iterable[Mapping[str, Any]]) -> None:
+        """Go on with what a history left open."""
+        for record in history:
+            finding = OpenFinding(**{name: record[name] for name in OpenFinding.__dataclass_fields__})
+            key = finding.rule, finding.culprit, finding.victim
+            if record["change"] == "closed":
+                self.open.pop(key, None)
+                self._seen.pop(key, None)
+            else:
+                self.open[key], self._seen[key] = finding, [finding.severity]
 
     def look(self, findings: list[Mapping[str, Any]], now_s: float) -> list[dict[str, Any]]:
-        """Take the findings of a look; says what opened and what closed, as records of the history."""
+        """Take the findings of a look; says what opened, closed or changed its severity, as records of the history."""
         found: dict[Key, Mapping[str, Any]] = {}
         for finding in findings:
             if finding["status"] == "found":
                 for victim in finding["victims"] or [None]:
-                    found.setdefault((finding["rule"], _party(finding["culprit"]), _party(victim)), finding)
+                    key = (finding["rule"], _party(finding["culprit"]), _party(victim))
+                    # Of two of one name the first is the more severe.
+                    if len(found) < MOST_FINDINGS:
+                        found.setdefault(key, finding)
         changes = []
-        for key in found.keys() | self._seen.keys():
-            seen = self._seen[key] = [*self._seen.get(key, []), key in found][-LOOKS:]
-            if key in found:
-                finding = found[key]
-                if key in self.open:
-                    self.open[key].severity = finding["severity"]
-                    self.open[key].title, self.open[key].last_found_s = finding["title"], now_s
-                elif sum(seen) >= TO_OPEN:
-                    rule, culprit, victim = key
-                    self.open[key] = OpenFinding(
-                        rule, finding["severity"], culprit, victim, finding["title"], now_s, now_s
-                    )
-                    changes.append(_record("opened", self.open[key], now_s))
-            elif not any(seen):
+        # In the order in which they are found, so that the worst is told of first.
+        for key in list(dict.fromkeys([*found, *self._seen])):
+            now = found.get(key)
+            seen = [*self._seen.get(key, []), None if now is None else str(now["severity"])][-LOOKS:]
+            self._seen[key] = seen
+            known = [severity for severity in seen if severity is not None]
+            if not known:
                 del self._seen[key]
                 if key in self.open:
                     changes.append(_record("closed", self.open.pop(key), now_s))
+                continue
+            severity = max(known, key=SEVERITIES.index)
+            if key in self.open:
+                finding = self.open[key]
+                if now is not None:
+                    finding.title, finding.last_found_s = now["title"], now_s
+                if finding.severity != severity:
+                    finding.severity = severity
+                    changes.append(_record("changed", finding, now_s))
+            elif now is not None and len(known) >= TO_OPEN:
+                self.open[key] = OpenFinding(key[0], severity, key[1], key[2], now["title"], now_s, now_s)
+                changes.append(_record("opened", self.open[key], now_s))
         return changes
 
 
@@ -110,12 +147,17 @@ class Watch:
         self.state = Watched()
         self._trace, self._config, self._window_s, self._every_s = trace, config, window_s, every_s
         self._history = history
+        self._aside = trace / ASIDE
+        self._shorter, self._cost_s = 1, 0.0
+        records, self._lines, self._cut = _read(history)
+        self._recent = deque(records[-MOST_SHOWN:], MOST_SHOWN)
         self._hysteresis = Hysteresis()
-        self._lines: int | None = None
+        self._hysteresis.restore(records)
+        self.state.open = dict(self._hysteresis.open)
 
     async def run(self) -> None:
         while True:
-            await asyncio.sleep(self._every_s)
+            await asyncio.sleep(max(self._every_s, REST * self._cost_s))
             await self.look()
 
     async def look(self) -> None:
@@ -123,7 +165,11 @@ class Watch:
         outcome, diagnosis, problem = await self._diagnose(now_s)
         self.state.outcomes[outcome] += 1
         self.state.problem = problem
-        self.state.took_s = time.monotonic() - began
+        self.state.took_s = took_s = time.monotonic() - began
+        if outcome == "timeout":
+            self._shorter = min(2 * self._shorter, MOST_SHORTER)
+        elif took_s < MOST_LOOK_S / 4:
+            self._shorter = max(1, self._shorter // 2)
         if outcome == "failed" or outcome == "timeout":
             return  # findings stay as they are: nobody looked
         findings = [] if diagnosis is None else diagnosis["findings"]
@@ -135,74 +181,104 @@ class Watch:
 
     async def _diagnose(self, now_s: float) -> tuple[str, Mapping[str, Any] | None, str]:
         # Spans of the future, of a sender whose clock is wrong, are not in every window from now on.
+        window_s = self._window_s / self._shorter
         since, until = (
             time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time_s))
-            for time_s in (now_s - self._window_s, now_s + 1)
+            for time_s in (now_s - window_s, now_s + 1)
         )
         command = [sys.executable, "-P", "-m", "tailscope", "diagnose", os.fspath(self._trace)]
         command += ["--format", "json", "--from", since, "--to", until, "--memory-limit", MEMORY]
         if self._config is not None:
             command += ["--config", os.fspath(self._config)]
         try:
-            process = await asyncio.create_subprocess_exec(
-                *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+            status, output, errors = await self._run(command)
+        except TimeoutError:
+            return (
+                "timeout",
+                None,
+                f"a look at {window_s:.0f} s took longer than {MOST_LOOK_S:g} s; the next looks at less",
             )
         except OSError as error:
-            return "failed", None, f"a look cannot be started: {error.strerror}"
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
-        try:
-            async with asyncio.timeout(MOST_LOOK_S):
-                output, errors = await process.communicate()
-        except TimeoutError:
-            return "timeout", None, f"a look took longer than {MOST_LOOK_S:g} s"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-        if process.returncode == 0:
-            return "good", json.loads(output), ""
-        text = errors.decode("utf-8", "replace").strip().splitlines()
+            return "failed", None, f"a look cannot be started: {error.strerror or error}"
+        if status == 0:
+            try:
+                return "good", json.loads(output), ""
+            except ValueError:
+                return "failed", None, "a look gave no diagnosis"
+        last = (errors.decode("utf-8", "replace").strip().splitlines() or [f"exit status {status}"])[-1]
         # A trace without a row, or without one in the window, is no failure.
-        if (process.returncode == 2 and text and "no such trace" in text[-1]) or "holds no table" in text[-1]:
+        if (status == 2 and "no such trace" in last) or "holds no table" in last:
             return "no-data", None, ""
-        return "failed", None, text[-1] if text else f"exit status {process.returncode}"
+        return "failed", None, last
+
+    async def _run(self, command: list[str]) -> tuple[int | None, bytes, bytes]:
+        """(status, output, errors). Raises OSError and TimeoutError."""
+        before_s = _children_s()
+        self._aside.mkdir(exist_ok=True)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env={**os.environ, "TMPDIR": os.fspath(self._aside.absolute())},
+            )
+            try:
+                with contextlib.suppress(OSError):
+                    os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
+                async with asyncio.timeout(MOST_LOOK_S):
+                    output, errors = await process.communicate()
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+            return process.returncode, output, errors
+        finally:
+            self._cost_s = _children_s() - before_s
+            shutil.rmtree(self._aside, ignore_errors=True)
 
     def _remember(self, changes: list[dict[str, Any]]) -> None:
-        lines = [json.dumps(change, ensure_ascii=False) for change in changes]
+        self._recent.extend(changes)
+        # ASCII, so that no text of a trace can end a line, or cannot be written.
+        lines = [json.dumps(change) + "\n" for change in changes]
         try:
-            with self._history.open("a", encoding="utf-8") as file:
-                file.writelines(f"{line}\n" for line in lines)
-            self._trim(len(lines))
+            with self._history.open("a", encoding="ascii") as file:
+                file.writelines(["\n"] * self._cut + lines)
+            self._cut = False
+            self._lines += len(lines)
+            if self._lines > 2 * MOST_HISTORY:
+                kept = self._history.read_bytes().splitlines(keepends=True)[-MOST_HISTORY:]
+                temporary = self._history.with_suffix(".tmp")
+                temporary.write_bytes(b"".join(kept))
+                temporary.rename(self._history)
+                self._lines = len(kept)
         except OSError as error:
             self.state.problem = f"{self._history.name}: cannot be written: {error.strerror}"
 
-    def _trim(self, added: int) -> None:
-        if self._lines is None:
-            with self._history.open("rb") as file:
-                self._lines = sum(1 for _ in file)
-        else:
-            self._lines += added
-        if self._lines > 2 * MOST_HISTORY:
-            kept = self._history.read_text(encoding="utf-8").splitlines(keepends=True)[-MOST_HISTORY:]
-            temporary = self._history.with_suffix(".tmp")
-            temporary.write_text("".join(kept), encoding="utf-8")
-            temporary.rename(self._history)
-            self._lines = len(kept)
-
-    def history(self, most: int = 200) -> list[dict[str, Any]]:
+    def history(self, most: int = MOST_SHOWN) -> list[dict[str, Any]]:
         """The last changes, oldest first."""
-        try:
-            with self._history.open("rb") as file:
-                lines = file.readlines()[-most:]
-        except OSError:
-            return []
-        found = []
-        for line in lines:
-            # A line of a process that died, or of a disk that was full, is cut off.
-            with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
-        return [entry for entry in found if isinstance(entry, dict)]
+        return list(self._recent)[-most:]
+
+
+def _children_s() -> float:
+    """Processor time of children that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _read(history: Path) -> tuple[list[dict[str, Any]], int, bool]:
+    """Records of a history, its lines, and whether the last one was being written when the power went."""
+    try:
+        text = history.read_bytes()
+    except OSError:
+        return [], 0, False
+    records, lines = [], text.splitlines()
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict) and record.keys() >= RECORD:
+                records.append(record)
+    return records, len(lines), not text.endswith(b"\n") and bool(text)
 
 
 def excess_of(diagnosis: Mapping[str, Any]) -> dict[tuple[str, str, str], float]:
@@ -229,7 +305,7 @@ def ratios_of(
 
 
 def _party(party: Mapping[str, Any] | None) -> str:
-    return "" if party is None else f"{party['kind']}:{party['id']}"
+    return "" if party is None else f"{party['kind']}:{party['id']}"[:MOST_ID]
 
 
 def _record(change: str, finding: OpenFinding, now_s: float) -> dict[str, Any]:

@@ -54,15 +54,17 @@ def merged(views: list[FrontEnd]) -> list[tuple[FrontEnd, int]]:
 
 def write(outcome: Outcome, views: list[FrontEnd], path: Path) -> None:
     """The spans of one instance."""
-    resource = _resource(views[0])
+    resource = resource_of(views[0])
     with path.open("wb") as file:
         for spans in _batches(outcome, views):
-            scope = ScopeSpans(spans=spans)
-            scope.scope.name = "vllm.tracing.otel"
-            message = ExportTraceServiceRequest(
-                resource_spans=[ResourceSpans(resource=resource, scope_spans=[scope])]
-            ).SerializeToString(deterministic=True)
+            message = export_of(resource, spans).SerializeToString(deterministic=True)
             file.write(len(message).to_bytes(4, "big") + message)
+
+
+def export_of(resource: Resource, spans: list[Span]) -> ExportTraceServiceRequest:
+    scope = ScopeSpans(spans=spans)
+    scope.scope.name = "vllm.tracing.otel"
+    return ExportTraceServiceRequest(resource_spans=[ResourceSpans(resource=resource, scope_spans=[scope])])
 
 
 def _batches(outcome: Outcome, views: list[FrontEnd]) -> Iterator[list[Span]]:
@@ -75,12 +77,13 @@ def _batches(outcome: Outcome, views: list[FrontEnd]) -> Iterator[list[Span]]:
             yield batch
             batch = []
         due = int(end_s // DELAY_S)
-        batch.append(_span(outcome, view, i, int(starts[view.index][i])))
+        batch.append(span_of(outcome, view, i, int(starts[view.index][i])))
     if batch:
         yield batch
 
 
-def _span(outcome: Outcome, view: FrontEnd, i: int, start: int) -> Span:
+def span_of(outcome: Outcome, view: FrontEnd, i: int, start: int) -> Span:
+    """Of a place in `view.told` and its start."""
     stay = int(view.told[i])
     request = int(view.stays.request[stay])
     spent = {name: float(values[i]) for name, values in view.durations.items()}
@@ -120,12 +123,13 @@ def _span(outcome: Outcome, view: FrontEnd, i: int, start: int) -> Span:
     return span
 
 
-def _resource(view: FrontEnd) -> Resource:
+def resource_of(view: FrontEnd, instance: str | None = None) -> Resource:
+    """Who says it; `instance` is another name than its own."""
     given = {
         "telemetry.sdk.language": "python",
         "telemetry.sdk.name": "opentelemetry",
         "telemetry.sdk.version": "1.45.2",
-        "service.instance.id": view.instance,
+        "service.instance.id": instance or view.instance,
         "service.name": SERVICE,
         "vllm.instrumenting_module_name": "vllm.llm_engine",
         "vllm.process_id": str(process_id(view.instance)),

@@ -100,21 +100,31 @@ def series(outcome: Outcome, views: list[FrontEnd]) -> Iterator[Series]:
 
 def write(outcome: Outcome, views: list[FrontEnd], path: Path) -> None:
     """Every scrape of one instance, each behind a line that says when it was."""
-    at = scrapes_s(outcome)
-    found: dict[str, list[Series]] = {}
-    for one in series(outcome, views):
-        found.setdefault(one.name, []).append(one)
-    # No two servers make their counters in the same microsecond.
-    since = EPOCH_S + BOOT_S + process_id(views[0].instance) / 1e6
-    parts = [_Text(name, alike, since) for name, alike in found.items()]
+    pages = Pages(outcome, views)
     with path.open("w", encoding="utf-8", newline="\n") as file:
-        for k, time_s in enumerate(at.tolist()):
-            text = "".join(part.page(k) for part in parts)
+        for k, time_s in enumerate(pages.at.tolist()):
+            text = pages.page(k)
             size = len(text.encode())
             unix, monotonic = int(ns(time_s)), round(float(mono(time_s)) * 1e9)
             file.write(
                 f"#@SCRAPE unix_ns={unix} mono_ns={monotonic} dur_ms=1.000 status=200 bytes={size}\n{text}"
             )
+
+
+class Pages:
+    """What one instance shows at each scrape; `at` is when these are. The world may begin later than at its own time."""
+
+    def __init__(self, outcome: Outcome, views: list[FrontEnd], later_s: float = 0.0) -> None:
+        self.at = scrapes_s(outcome)
+        found: dict[str, list[Series]] = {}
+        for one in series(outcome, views):
+            found.setdefault(one.name, []).append(one)
+        # No two servers make their counters in the same microsecond.
+        since = EPOCH_S + BOOT_S + process_id(views[0].instance) / 1e6 + later_s
+        self._parts = [_Text(name, alike, since) for name, alike in found.items()]
+
+    def page(self, k: int) -> str:
+        return "".join(part.page(k) for part in self._parts)
 
 
 class _Text:
