@@ -214,7 +214,7 @@ def test_looks_rest_longer_than_they_work(watch: Looks, monkeypatch: pytest.Monk
     async def look() -> None:
         watch._cost_s = [1.0, 100.0][len(slept) - 1]
 
-    monkeypatch.setattr(module.asyncio, "sleep", sleep)
+    monkeypatch.setattr("tailscope.live.watch.asyncio.sleep", sleep)
     monkeypatch.setattr(watch, "look", look)
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(watch.run())
@@ -258,7 +258,7 @@ def test_hostile_names_are_labels(watch: Looks) -> None:
     for _ in range(2):
         watch.find(*map(finding, (name for name in HOSTILE if name != "\ud800")))
     registry = CollectorRegistry()
-    registry.register(WatchMetrics(watch.state))  # type: ignore[arg-type]
+    registry.register(WatchMetrics(watch.state))
     [family] = [f for f in text_format(generate_latest(registry).decode()) if f.name == "tailscope_finding"]
     assert len(family.samples) == len(HOSTILE) - 1
 

@@ -10,6 +10,7 @@ import contextlib
 import time
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -92,7 +93,7 @@ class Fleet:
         views = of_instance(self._views, self._outcome.instances()[number])
         # Spans and pages of an engine are joined by the name under which it is scraped.
         resource = resource_of(views[0], self.targets[number])
-        export = channel.unary_unary(f"/{SERVICE}/Export")
+        export: Any = channel.unary_unary(f"/{SERVICE}/Export")
         starts = {view.index: start_ns(view) for view in views}
         shift_ns = round(self._began_s * 1e9) - START_NS
         due: list[Span] = []
@@ -109,7 +110,7 @@ class Fleet:
             due.append(span)
         await self._export(export, export_of(resource, due).SerializeToString(), len(due))
 
-    async def _export(self, export: grpc.aio.UnaryUnaryMultiCallable, message: bytes, spans: int) -> None:
+    async def _export(self, export: Any, message: bytes, spans: int) -> None:
         while spans:
             try:
                 answer = await export(message, timeout=TIMEOUT_S)

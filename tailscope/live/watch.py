@@ -19,7 +19,7 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,7 @@ class Hysteresis:
             else:
                 self.open[key], self._seen[key] = finding, [finding.severity]
 
-    def look(self, findings: list[Mapping[str, Any]], now_s: float) -> list[dict[str, Any]]:
+    def look(self, findings: Sequence[Mapping[str, Any]], now_s: float) -> list[dict[str, Any]]:
         """Take the findings of a look; says what opened, closed or changed its severity, as records of the history."""
         found: dict[Key, Mapping[str, Any]] = {}
         for finding in findings:
@@ -126,12 +126,12 @@ class Hysteresis:
                 continue
             severity = max(known, key=SEVERITIES.index)
             if key in self.open:
-                finding = self.open[key]
+                opened = self.open[key]
                 if now is not None:
-                    finding.title, finding.last_found_s = now["title"], now_s
-                if finding.severity != severity:
-                    finding.severity = severity
-                    changes.append(_record("changed", finding, now_s))
+                    opened.title, opened.last_found_s = now["title"], now_s
+                if opened.severity != severity:
+                    opened.severity = severity
+                    changes.append(_record("changed", opened, now_s))
             elif now is not None and len(known) >= TO_OPEN:
                 self.open[key] = OpenFinding(key[0], severity, key[1], key[2], now["title"], now_s, now_s)
                 changes.append(_record("opened", self.open[key], now_s))
