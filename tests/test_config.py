@@ -94,7 +94,7 @@ def test_without_a_file_the_defaults_hold(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("clas = 1", "clas: unknown key; known are attributes, class, slo, source"),
+        ("clas = 1", "clas: unknown key; known are attributes, class, serve, slo, source"),
         ("class = 1", "class: write it as [[class]]"),
         ("[class]\nname = 'a'", "class: write it as [[class]]"),
         ("source = ['a']", "source: write it as [[source]]"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 
 import pyarrow as pa
@@ -89,14 +90,25 @@ def test_segments_are_closed_by_age_and_by_size(tmp_path: Path) -> None:
     assert ids_in(tmp_path) == ["a", "b", "c"]
 
 
-def test_more_than_can_wait_is_refused(tmp_path: Path) -> None:
+def test_more_than_can_wait_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, sync = threading.Event(), os.fdatasync
+
+    def wait(file: int) -> None:
+        assert slow.wait(10)
+        sync(file)
+
+    monkeypatch.setattr(os, "fdatasync", wait)
     journal = Journal(tmp_path, "spans", most_waiting=10)
-    journal.append({"requests": rows("a")})  # one alone is never too large
+    # One alone is taken, however large.
+    first = journal.append({"requests": rows("a")})
     with pytest.raises(Busy):
         journal.append({"requests": rows("b")})
+    slow.set()
+    first.result()
     journal.close()
     with pytest.raises(Busy):
-        journal.append({"requests": rows("a")})
+        journal.append({"requests": rows("c")})
+    assert ids_in(tmp_path) == ["a"]
 
 
 def test_a_full_disk_fails_what_waits_leaves_nothing_half_and_recovers(

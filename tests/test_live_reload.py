@@ -25,7 +25,7 @@ from tailscope.errors import UsageError
 from tailscope.live import tail as tailing
 from tailscope.live.access import Access, access_of
 from tailscope.live.settings import parse
-from tailscope.live.watch import Watch
+from tailscope.live.watch import RECORD, Watch
 
 CONFIG = """
 [serve]
@@ -91,7 +91,7 @@ class Process:
 def test_a_configuration_with_an_error_leaves_the_old_one(tmp_path: Path) -> None:
     served = Process(tmp_path, free_port(), '[slo."<512"]\nttft_p99_s = 0.7')
     try:
-        assert 'class="<512",metric="ttft",percentile="p99"} 0.7' in served.page()
+        assert 'class="<512",metric="ttft",quantile="p99"} 0.7' in served.page()
         served.reload("tenants = 'many'")
         served.wait_said(
             "[serve] tenants: must be a whole number from 1 to 10000. The configuration stays as it was"
@@ -100,17 +100,17 @@ def test_a_configuration_with_an_error_leaves_the_old_one(tmp_path: Path) -> Non
         served.wait_said("tailscope.toml")
         served.reload('bearer_token_file = "missing"')
         served.wait_said("cannot read the bearer token")
-        assert 'percentile="p99"} 0.7' in served.page()
+        assert 'quantile="p99"} 0.7' in served.page()
         served.reload('[slo."<512"]\nttft_p99_s = 0.9')
         served.wait_said("configuration read again")
-        assert 'percentile="p99"} 0.9' in served.page()
+        assert 'quantile="p99"} 0.9' in served.page()
         with socket.create_server(("127.0.0.1", 0)) as taken:
             # It can be read but not be run.
             served.reload("", taken.getsockname()[1])
             served.wait_said("cannot listen for /metrics and status")
             page = served.page()
         served.wait_said("/metrics and status on")
-        assert 'percentile="p99"} 0.9' in page
+        assert 'quantile="p99"} 0.9' in page
         assert 'tailscope_config_reloads_total{outcome="error"} 4.0' in page
         assert 'tailscope_config_reloads_total{outcome="good"} 1.0' in page
     finally:
@@ -179,7 +179,9 @@ def test_tokens_of_any_bytes_are_compared() -> None:
 
 def test_a_history_with_a_line_that_is_cut_off_is_read(tmp_path: Path) -> None:
     path = tmp_path / "h"
-    path.write_bytes(b'{"change":"opened"}\n{"change":"clo\n\xff\xfe\n[]\n{"change":"closed"}\n')
+    fields = dict.fromkeys(RECORD, 0) | dict.fromkeys(("rule", "severity", "culprit", "victim", "title"), "x")
+    opened, closed = (json.dumps(fields | {"change": change}).encode() for change in ("opened", "closed"))
+    path.write_bytes(opened + b'\n{"change":"clo\n\xff\xfe\n[]\n' + closed + b"\n")
     watch = Watch(tmp_path, None, 1.0, 1.0, path)
     assert [entry["change"] for entry in watch.history()] == ["opened", "closed"]
 

@@ -30,6 +30,13 @@ CULPRIT, VICTIM = "class:legal-documents", "class:interactive"
 LIMIT_S = 0.2
 
 
+#: A fleet that plays against the clock takes minutes, and says little on a machine that does other things beside.
+against_the_clock = pytest.mark.skipif(
+    not os.environ.get("TAILSCOPE_TRYOUT"),
+    reason="plays against the clock for minutes: set TAILSCOPE_TRYOUT=1",
+)
+
+
 def world(name: str, from_s: float, to_s: float, over_s: float) -> Scenario:
     """A scenario of the try-out, in less time."""
     path = tryout.HERE / name
@@ -54,6 +61,7 @@ def opened(seen: tryout.Seen) -> bool:
     return seen.first("opened", CULPRIT) is not None
 
 
+@against_the_clock
 def test_the_finding_names_who_was_injected() -> None:
     scenario = world(tryout.NOISY, 12.0, 100.0, 110.0)
     seen, said = play(scenario, prometheus=None, enough=opened)
@@ -66,6 +74,7 @@ def test_the_finding_names_who_was_injected() -> None:
     assert any("Prometheus  is not installed" in line for line in said)
 
 
+@against_the_clock
 def test_a_neighbour_who_is_busy_is_no_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tryout, "QUIET_S", 5.0)
     scenario = world(tryout.HEALTHY, 10.0, 30.0, 45.0)
@@ -75,6 +84,7 @@ def test_a_neighbour_who_is_busy_is_no_finding(monkeypatch: pytest.MonkeyPatch) 
     assert tryout.verdict(scenario, seen, said.append)
 
 
+@against_the_clock
 @pytest.mark.prometheus
 @pytest.mark.skipif(not shutil.which("prometheus"), reason="prometheus is not installed")
 def test_the_alert_fires_and_the_finding_closes_when_the_neighbour_stops() -> None:

@@ -31,6 +31,7 @@ INSTALLED = {
 #: What an import is called where it is not called like its distribution.
 DISTRIBUTIONS = {
     "google": "protobuf",
+    "grpc": "grpcio",
     "opentelemetry": "opentelemetry-proto",
     "prometheus_client": "prometheus-client",
     "yaml": "PyYAML",
@@ -39,6 +40,8 @@ DISTRIBUTIONS = {
 FOR_MAKING = {"grafana_foundation_sdk": "grafana-foundation-sdk"}
 #: Imported by a dependency of ours for us: `trace.requests.df()` is DuckDB's, and needs it.
 FOR_OTHERS = {"pandas"}
+#: Its modules are `google.rpc`, as protobuf's are `google.protobuf`.
+IN_A_SHARED_PACKAGE = {"googleapis-common-protos"}
 NO_NETWORK = re.compile(
     r"NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|Temporary failure in name resolution|"
     r"Network is unreachable|Connection refused|No route to host"
@@ -135,7 +138,7 @@ def test_dependencies_are_what_is_imported() -> None:
         if name not in sys.stdlib_module_names and name != "tailscope" and name not in FOR_MAKING
     }
     listed = {re.split(r"[<>=!~\[; ]", entry)[0] for entry in PROJECT["project"]["dependencies"]}
-    assert listed == imported | FOR_OTHERS
+    assert listed == imported | FOR_OTHERS | IN_A_SHARED_PACKAGE
     for_developers = {
         re.split(r"[<>=!~\[; ]", entry)[0] for entry in PROJECT["project"]["optional-dependencies"]["dev"]
     }
@@ -144,11 +147,11 @@ def test_dependencies_are_what_is_imported() -> None:
 
 def test_every_folder_of_code_is_a_package() -> None:
     """The list in pyproject.toml is explicit: setuptools would drop a folder it does not name without a word."""
-    # What examples hold is for others to run.
+    # What examples hold is for others to run, but for the try-out, which is a command.
     code = [
         path for path in source_files(*INSTALLED) if path.suffix == ".py" and path.parts[:1] != ("examples",)
     ]
-    folders = {path.parent for path in code} | {Path("examples")}
+    folders = {path.parent for path in code} | {Path("examples"), Path("examples/live")}
     names = {
         "/".join((INSTALLED[folder.parts[0]], *folder.parts[1:])).replace("/", ".") for folder in folders
     }

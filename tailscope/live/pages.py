@@ -84,7 +84,7 @@ def _stragglers(diagnosis: Any) -> dict[tuple[str, str], float]:
     found: dict[tuple[str, str], float] = {}
     for finding in (diagnosis or {"findings": []})["findings"]:
         culprit = finding["culprit"]
-        if finding["rule"] != "straggler-rank" or culprit["kind"] != "rank":
+        if culprit["kind"] != "rank":
             continue
         for evidence in finding["evidence"]:
             share = evidence["data"].get("share_of_steps")
