@@ -83,7 +83,7 @@ def run_all(todo: list[Job], processes: int) -> dict[str, list[Any]]:
 
 
 def scored(
-    results: dict[str, list[Any]], seconds: float, short: bool, null_rows: list[Any] | None
+    results: dict[str, list[Any]], seconds: float, form: str, null_rows: list[Any] | None
 ) -> dict[str, Any]:
     """The result to store. `null_rows`: those to keep of null worlds that were not played."""
     failed = list(results.get("failed", []))
@@ -96,7 +96,7 @@ def scored(
         failed.append({"job": "nulls.summarise", "error": str(error)})
     worlds = sorted(results.get("play", []), key=lambda w: (w["family"], w["strength"], w["via"], w["seed"]))
     return {
-        "form": "short" if short else "full",
+        "form": form,
         "seconds": round(seconds),
         "worlds": len(worlds),
         "by_files": sum(w["via"] == "files" for w in worlds),
@@ -154,7 +154,8 @@ def main() -> int:
     odd = arguments.odd or arguments.short
     todo = list(jobs(counts, null_worlds, odd, arguments.short, tests, arguments.family or known))
     results = run_all(todo, arguments.processes)
-    result = scored(results, time.monotonic() - began, arguments.short, kept)
+    form = "short" if arguments.short else "full" if arguments.share >= 1 else "reduced"
+    result = scored(results, time.monotonic() - began, form, kept)
     text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
     if arguments.output is not None:
         arguments.output.write_text(text, encoding="utf-8")
