@@ -12,9 +12,9 @@ READY = "curl -s http://127.0.0.1:9464/readyz   # where tailscope serve runs"
 
 def go_string(text: str) -> str:
     """A string of PromQL or of a template, which are Go's; JSON's escapes are among those. What is not printed is escaped,
-    as YAML would take some of it for the end of a line."""
+    as YAML would take some of it for the end of a line, and so is `$`, which begins the name of a threshold."""
     quoted = json.dumps(text, ensure_ascii=False)
-    return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in quoted)
+    return "".join(c if c.isprintable() and c != "$" else f"\\U{ord(c):08x}" for c in quoted)
 
 
 def escaped(text: str) -> str:

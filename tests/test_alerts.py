@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -320,6 +320,7 @@ def test_without_objectives_the_rest_is_made() -> None:
 
 
 @given(st.text(min_size=1, max_size=30))
+@example("$0 $limit")
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_name_of_a_class_stays_a_name(name: str) -> None:
     try:
