@@ -107,14 +107,15 @@ async def run(
         return None
     finally:
         stopping.cancel()
-        for name in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(name)
         if keep:
             say(
                 f"\nkept: {folder}; look at it with: tailscope diagnose {folder / 'trace.parquet'} --config {folder / CONFIG}"
             )
         else:
             shutil.rmtree(folder, ignore_errors=True)
+        # Only now: a signal that comes while the folder goes must not leave half of it.
+        for name in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(name)
 
 
 class _Story:
