@@ -53,8 +53,8 @@ def read_text(source: Source) -> Iterator[tuple[Table, pa.Table]]:
         elif not (whole or line.startswith(b"#")):
             tally.reject("last line is cut off", f"line {number}")
         else:
-            own_time = samples.take(line, page_time, f"line {number}", timed=not marked)
-            if not (marked or own_time):
+            by_page = samples.take(line, page_time, f"line {number}", timed=not marked)
+            if by_page and not marked:
                 tally.note("time of the scrape is the file's modification time")
             if samples.reader.writer.full:
                 yield from samples.reader.writer.take()
@@ -113,7 +113,7 @@ class _Samples:
 
     def take(self, line: bytes, page_time: int | None, where: str, timed: bool) -> bool:
         """Take a line of a page; without a time its own page has, where `timed`, a sample may have none either. Says whether
-        the sample had a time of its own."""
+        it was a sample that took the page's time."""
         reader, tally = self.reader, self.reader.tally
         if line.startswith(b"#"):
             if line.startswith(b"# TYPE") and line not in self._declared:
@@ -123,7 +123,7 @@ class _Samples:
                         self._declared.add(line)
                 except ValueError:
                     tally.reject("TYPE line cannot be read", where)
-            return True
+            return False
         text, fields = _split(line)
         target = self._remembered.get(text)
         if target is None:
@@ -133,27 +133,27 @@ class _Samples:
                 target = str(why)
             except Unusable as why:
                 tally.reject(str(why), where)
-                return True
+                return False
             if len(self._remembered) >= MAX_REMEMBERED:
                 self._remembered.clear()
             self._remembered[text] = target
         if isinstance(target, str):
             tally.skip(target)
-            return True
+            return False
         try:
             value = _number(fields[0])
             time_ns = page_time if len(fields) == 1 else _timestamp(*fields[1:])
         except (ValueError, IndexError, TypeError):
             tally.reject(BAD_LINE, where)
-            return True
+            return False
         if len(fields) == 2 and time_ns is None:
             tally.reject(BAD_TIME, where)
         elif not timed and time_ns is None:
             tally.reject("sample of a scrape without a time", where)
         else:
             reader.add(target, self._page, time_ns, value, where)
-            return len(fields) > 1
-        return True
+            return len(fields) == 1
+        return False
 
 
 def _lines(source: Source, tally: Tally | None) -> Iterator[tuple[int, bytes, bool]]:

@@ -93,8 +93,7 @@ def by_ordinary_steps(groups: Sequence[Row], limits: Mapping[str, float]) -> lis
             continue
         if row["lane"] not in apart:
             named = {top["round"] for top in row["tops"] or () if top["reason"]}
-            chance = limits["alone"] / row["lanes"]
-            rounds, test = _pauses.those_apart(row["tops"], named, 1 + limits["times"], chance)
+            rounds, test = _pauses.those_apart(row, named, limits)
             apart[row["lane"]] = None if test is None else rounds
         rounds_apart = apart[row["lane"]]
         if rounds_apart is not None and row["round"] not in rounds_apart:

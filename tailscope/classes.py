@@ -12,7 +12,7 @@ from scipy.stats import binom
 
 from tailscope import stats
 from tailscope.config import Slo
-from tailscope.ledger.half_timed import COLUMNS, TIMED, known
+from tailscope.ledger.half_timed import COLUMNS, KNOWN, known
 from tailscope.ledger.histogram import ALL
 from tailscope.ledger.tails import MIN_REQUESTS
 from tailscope.model import ClassRow
@@ -42,8 +42,6 @@ CELL_LIFT, CELL_SHARE, CELL_SLOW = 3.0, 0.2, 5
 #: Longest over median prompt from which pools are better split, and from which they are two services.
 SPLIT, TWO_SERVICES = 10, 50
 
-#: Requests whose latency is known, or one of TTFT and E2E where no more is.
-_KNOWN = f"(({TIMED}) OR rid IN (SELECT rid FROM half_timed))"
 _FAILED = "status IN ('error', 'timeout', 'rejected', 'aborted')"
 
 
@@ -140,11 +138,11 @@ def shapes(trace: Trace, klass: str | None) -> list[Entry]:
     """
     columns = trace.connection.execute(
         f"""
-        WITH limits AS (SELECT klass, quantile_cont(ttft_ns, 0.95) AS ttft FROM joined WHERE {_KNOWN} GROUP BY klass)
+        WITH limits AS (SELECT klass, quantile_cont(ttft_ns, 0.95) AS ttft FROM joined WHERE {KNOWN} GROUP BY klass)
         SELECT floor(log2(greatest(prompt_tokens, 1)))::INT * 64 + floor(log2(greatest(output_tokens, 1)))::INT AS slot,
                arrival_ns, ttft_ns, e2e_ns, coalesce(ttft_ns > limits.ttft, false) AS slow
         FROM joined JOIN limits USING (klass)
-        WHERE {_KNOWN} AND prompt_tokens IS NOT NULL AND output_tokens IS NOT NULL AND ($klass IS NULL OR klass = $klass)
+        WHERE {KNOWN} AND prompt_tokens IS NOT NULL AND output_tokens IS NOT NULL AND ($klass IS NULL OR klass = $klass)
         """,
         {"klass": klass},
     ).fetchnumpy()
@@ -180,8 +178,8 @@ def _latencies(columns: dict[str, Any], chosen: NDArray[np.intp]) -> Entry:
     found = {}
     for metric, column in COLUMNS.items():
         values = floats(columns[column])[chosen] / 1e9
-        known = np.isfinite(values)
-        found[metric.lower()] = quantiles(values[known], times[known])
+        there = np.isfinite(values)
+        found[metric.lower()] = quantiles(values[there], times[there])
     return found
 
 
@@ -242,7 +240,7 @@ def _groups(trace: Trace, column: str, klass: str | None) -> list[Entry]:
         WITH places AS (SELECT unnest($ids::VARCHAR[]) AS id, unnest(range(len($ids::VARCHAR[]))) AS place)
         SELECT coalesce(p.place, $most) AS slot, arrival_ns, ttft_ns, e2e_ns
         FROM joined j LEFT JOIN places p ON p.id IS NOT DISTINCT FROM j.{column}
-        WHERE {_KNOWN} AND ($klass IS NULL OR klass = $klass)
+        WHERE {KNOWN} AND ($klass IS NULL OR klass = $klass)
         """,
         {"ids": [row["id"] for row in told[:MOST_GROUPS]], "most": MOST_GROUPS, "klass": klass},
     ).fetchnumpy()

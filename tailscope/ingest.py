@@ -181,7 +181,6 @@ def _failed(file: _File, source: Source, error: BadInput | OSError) -> Outcome:
 def _source_row(
     file: _File, collector: Collector, source: Source, content_hash: str, placed: _Placement
 ) -> dict[str, Any]:
-    tally = source.tally
     return {
         "instance": placed.given or file.folder,
         "kind": collector.name,
@@ -192,13 +191,7 @@ def _source_row(
         "clock": source.clock,
         "offset_ns": source.offset_ns,
         "offset_error_ns": source.offset_error_ns,
-        "rows_rejected": tally.rejected.total(),
-        "reject_reasons": sorted(tally.rejected.items()),
-        "rows_skipped": tally.skipped.total(),
-        "skip_reasons": sorted(tally.skipped.items()),
-        "values_blanked": tally.blanked.total(),
-        "blank_reasons": sorted(tally.blanked.items()),
-        "notes": tally.notes,
+        **source.tally.columns,
         "instances": sorted(placed.named),
         "folder": file.folder,
         "first_ns": placed.first_ns,

@@ -86,6 +86,27 @@ class Tally:
         if text not in self.notes:
             self.notes.append(text)
 
+    def add(self, other: Tally) -> None:
+        """Take in what another one counted and noted."""
+        self.rejected.update(other.rejected)
+        self.skipped.update(other.skipped)
+        self.blanked.update(other.blanked)
+        for text in other.notes:
+            self.note(text)
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """What `sources` says of it."""
+        return {
+            "rows_rejected": self.rejected.total(),
+            "reject_reasons": sorted(self.rejected.items()),
+            "rows_skipped": self.skipped.total(),
+            "skip_reasons": sorted(self.skipped.items()),
+            "values_blanked": self.blanked.total(),
+            "blank_reasons": sorted(self.blanked.items()),
+            "notes": self.notes,
+        }
+
 
 class Source:
     """One file. Collectors read it through `open`, `lines` or `read_all` and report through `tally`.

@@ -70,9 +70,9 @@ def told(entries: Sequence[Untested]) -> list[str]:
             if e.reason == reason:
                 named.setdefault(e.klass, {}).setdefault(e.metric, []).append(e.quantile or "")
         if named:
-            parts = (
-                f"{klass} {', '.join(f'{metric} {chr(47).join(filter(None, qs))}'.strip() for metric, qs in metrics.items())}"
-                for klass, metrics in named.items()
-            )
+            parts = []
+            for klass, metrics in named.items():
+                told = [f"{metric} {'/'.join(filter(None, qs))}".strip() for metric, qs in metrics.items()]
+                parts.append(f"{klass} {', '.join(told)}")
             lines.append(f"{words}: {'; '.join(parts)}")
     return lines

@@ -8,7 +8,7 @@ import numpy as np
 
 from tailscope.config import Slo
 from tailscope.ledger.bills import Ledger
-from tailscope.ledger.half_timed import TIMED, half_compared, known
+from tailscope.ledger.half_timed import KNOWN, TIMED, half_compared, known
 from tailscope.ledger.histogram import ALL
 from tailscope.ledger.lines import MODELLED
 from tailscope.ledger.tails import (
@@ -137,7 +137,7 @@ def _request_metrics(trace: Trace, klass: str, slos: tuple[Slo, ...]) -> list[Cl
     """TTFT, TPOT, E2E and queue of a class: its rows, and the members of each tail and its typical counterpart."""
     rows = _half_metrics(trace, klass, slos) or _timed_metrics(trace, klass, slos)
     columns = trace.connection.execute(
-        f"SELECT observer, arrival_ns, queue_ns / 1e9 AS queue FROM joined WHERE ({TIMED} OR rid IN (SELECT rid FROM half_timed)) "
+        f"SELECT observer, arrival_ns, queue_ns / 1e9 AS queue FROM joined WHERE {KNOWN} "
         "AND klass = $klass AND queue_ns IS NOT NULL ORDER BY rid",
         {"klass": klass},
     ).fetchnumpy()

@@ -10,7 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from tailscope import stats
-from tailscope.ledger.half_timed import TIMED
+from tailscope.ledger.half_timed import KNOWN
 from tailscope.ledger.tails import MIN_REQUESTS
 from tailscope.stats import Floats, Ints
 from tailscope.store import Trace, schema_of_rows
@@ -21,8 +21,6 @@ COUPLED_NS = 1_000_000
 LOAD_WINDOWS_S = (0.1, 0.5, 2.0, 5.0, 15.0)
 #: Latencies used by the statistical test.
 MAX_VICTIMS = 10_000
-#: Whose latency is tested, as rows of `joined`.
-_KNOWN = f"(({TIMED}) OR rid IN (SELECT rid FROM half_timed))"
 #: Culprits whose prompts are not at least this many times as long cannot be a head of line.
 MIN_SIZE_RATIO = 2.0
 
@@ -60,7 +58,7 @@ class Coupling:
 def write_coupling(trace: Trace) -> None:
     """Fill `coupling` for each victim class of enough requests and each culprit class of longer prompts."""
     victims = trace.rows(
-        f"SELECT klass, count(*) AS n, median(prompt_tokens) AS size FROM joined WHERE {_KNOWN} GROUP BY klass ORDER BY klass"
+        f"SELECT klass, count(*) AS n, median(prompt_tokens) AS size FROM joined WHERE {KNOWN} GROUP BY klass ORDER BY klass"
     )
     rows: list[Coupling] = []
     for victim in victims:
@@ -90,7 +88,7 @@ def _test(trace: Trace, victim: dict[str, Any], culprit: dict[str, Any]) -> Coup
                j.ttft_ns IS NOT NULL AND j.e2e_ns IS NOT NULL AS timed, CASE WHEN j.ttft_ns IS NULL THEN coalesce(j.output_tokens, 0) ELSE 0 END::DOUBLE AS output
         FROM joined j LEFT JOIN met ON met.id = j.rid
         WHERE j.klass = $victim AND """
-        + _KNOWN
+        + KNOWN
         + """ ORDER BY j.instance, j.arrival_ns
         """,
         {"victim": victim["klass"], "culprit": culprit["klass"], "least": COUPLED_NS},
@@ -132,7 +130,7 @@ def _prefill_windows(trace: Trace, klass: str) -> dict[str, tuple[Ints, Ints]]:
     """Instance -> starts and ends of the prefills of a class."""
     rows = trace.connection.execute(
         # No prefill lasts longer than the fastest answers of its class took as a whole.
-        f"WITH of AS (SELECT * FROM joined WHERE klass = $klass AND {_KNOWN}), "
+        f"WITH of AS (SELECT * FROM joined WHERE klass = $klass AND {KNOWN}), "
         "fast AS (SELECT quantile_cont(e2e_ns, 0.05)::BIGINT AS e2e_ns FROM of WHERE ttft_ns IS NULL) "
         "SELECT instance, CASE WHEN ttft_ns IS NULL THEN arrival_ns ELSE arrival_ns + ttft_ns - coalesce(prefill_ns, ttft_ns) END AS start_ns, "
         "arrival_ns + coalesce(ttft_ns, least(of.e2e_ns, fast.e2e_ns)) AS end_ns FROM of, fast ORDER BY instance, start_ns",

@@ -16,6 +16,8 @@ from tailscope.store import Trace, floats
 TIMED = "billed AND ttft_ns >= 0 AND e2e_ns >= ttft_ns"
 #: Of classes that have too few of those: requests with one of the two, and nothing that cannot be.
 _HALF = "billed AND ((ttft_ns IS NULL AND e2e_ns >= 0) OR (e2e_ns IS NULL AND ttft_ns >= 0))"
+#: Those that count for their class, by both or by one.
+KNOWN = f"(({TIMED}) OR rid IN (SELECT rid FROM half_timed))"
 COLUMNS = {"TTFT": "ttft_ns", "E2E": "e2e_ns"}
 
 
@@ -32,7 +34,7 @@ WHERE_FROM = (
 
 
 def what_is_missing(trace: Trace) -> tuple[bool, str]:
-    """Whether any request has a latency, and what none or few of a trace's requests have: '' where most have both."""
+    """Whether there are requests and any has a latency, and what none or few of a trace's requests have: '' where most have both."""
     [row] = trace.rows(
         "SELECT count(*) AS n, count(ttft_ns) AS ttft, count(e2e_ns) AS e2e FROM joined WHERE billed"
     )

@@ -249,10 +249,7 @@ class _SourceRow:
         return bool(self._rows or self._tally.rejected or self._tally.blanked)
 
     def place(self, table: Table, rows: pa.Table, tally: Tally) -> pa.Table:
-        for name in ("rejected", "skipped", "blanked"):
-            getattr(self._tally, name).update(getattr(tally, name))
-        for note in tally.notes:
-            self._tally.note(note)
+        self._tally.add(tally)
         self._rows += rows.num_rows
         index = rows.schema.get_field_index("instance")
         self._named.update(v for v in rows["instance"].unique().to_pylist() if v is not None)
@@ -263,7 +260,6 @@ class _SourceRow:
         return rows.set_column(index, "instance", named.fill_null(FOLDER))
 
     def row(self) -> dict[str, Any]:
-        tally = self._tally
         return {
             "instance": FOLDER,
             "kind": self._kind,
@@ -272,13 +268,7 @@ class _SourceRow:
             "collector": self._kind,
             "version": self._version,
             "clock": "wall",
-            "rows_rejected": tally.rejected.total(),
-            "reject_reasons": sorted(tally.rejected.items()),
-            "rows_skipped": tally.skipped.total(),
-            "skip_reasons": sorted(tally.skipped.items()),
-            "values_blanked": tally.blanked.total(),
-            "blank_reasons": sorted(tally.blanked.items()),
-            "notes": tally.notes,
+            **self._tally.columns,
             "instances": sorted(self._named),
             "folder": FOLDER,
             "first_ns": min(self._times, default=None),

@@ -174,19 +174,19 @@ def request_table(outcome: Outcome) -> pa.Table:
 
 def costs(outcome: Outcome, other: Outcome, quantile: float = 0.99) -> dict[str, dict[str, dict[str, float]]]:
     """load -> metric -> p99 with the cause and without it, seconds, for loads that both worlds have."""
-    others = p99s(other, quantile)
+    others = quantiles_of(other, quantile)
     return {
         load: {
             metric: {"with": value, "without": others[load][metric]}
             for metric, value in metrics.items()
             if metric in others[load]
         }
-        for load, metrics in p99s(outcome, quantile).items()
+        for load, metrics in quantiles_of(outcome, quantile).items()
         if load in others
     }
 
 
-def p99s(outcome: Outcome, quantile: float = 0.99) -> dict[str, dict[str, float]]:
+def quantiles_of(outcome: Outcome, quantile: float = 0.99) -> dict[str, dict[str, float]]:
     """load -> metric -> p99 of the requests that were answered, and of the gaps between their tokens, seconds, as their
     front end measured them; or another quantile."""
     q, found = outcome.requests, {}
