@@ -59,9 +59,14 @@ def visible_parts(root: Path, only: str = "*") -> dict[str, list[Path]]:
 
 
 def commits(root: Path) -> set[str]:
-    names = (PART_NAME.fullmatch(p.name) for p in root.glob(f"{SOURCES.name}/**/part-*.parquet"))
-    named = {name[1] for name in names if name}
+    named = _with_sources(root)
     return named - dropped(root, named)
+
+
+def _with_sources(root: Path) -> set[str]:
+    """Commits that have a part of `sources`, those that were taken out among them."""
+    names = (PART_NAME.fullmatch(p.name) for p in root.glob(f"{SOURCES.name}/**/part-*.parquet"))
+    return {name[1] for name in names if name}
 
 
 def dropped(root: Path, named: set[str] | None = None) -> set[str]:
@@ -91,11 +96,14 @@ def drop(root: Path, commit_ids: Iterable[str], by: str | None = None) -> None:
 
 def remove_dropped(root: Path, older_than_s: float) -> None:
     """Files of commits that were taken out so long ago that nobody reads them any more. Called under the lock."""
-    for path in root.glob(DROPPED):
+    # Whoever replaced others may be replaced itself by now: what it replaced goes all the same, and goes first, since
+    # without its own files they would count again.
+    there = _with_sources(root)
+    for path in sorted(root.glob(DROPPED), key=lambda path: path.stat().st_mtime_ns):
         if _age_s(path) < older_than_s:
             continue
         entry = json.loads(path.read_bytes())
-        if entry["by"] is None or entry["by"] in commits(root):
+        if entry["by"] is None or entry["by"] in there:
             for commit_id in entry["commits"]:
                 # The part of `sources` goes last: without it the others are nobody's.
                 for part in sorted(root.glob(f"*/**/part-{commit_id}-*.parquet"), key=_is_of_sources):

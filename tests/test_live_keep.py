@@ -197,6 +197,30 @@ def test_what_was_merged_stays_for_its_readers_and_then_goes(tmp_path: Path) -> 
     assert world.keys() == ["a", "b", "c", "d", "e"]
 
 
+@pytest.mark.parametrize("aged", [1, 2])
+def test_what_was_merged_twice_does_not_come_back(tmp_path: Path, aged: int) -> None:
+    world = World(tmp_path / "t.parquet", many_commits=2, grace_s=600.0)
+    for key in "ab":
+        world.segment(key)
+        world.keeper.round()
+    world.segment("c")
+    world.keeper.round()
+    # As when the hour has passed: the commit that was made of two goes into another one.
+    world.keeper._merged.clear()
+    world.segment("d")
+    world.keeper.round()
+    records = sorted(world.root.glob(layout.DROPPED), key=lambda path: path.stat().st_mtime_ns)
+    assert len(records) == 2
+    for number, record in enumerate(records[:aged]):
+        then = record.stat().st_mtime - 700 + number
+        os.utime(record, (then, then))
+    world.keeper.round()
+    assert world.keys() == ["a", "b", "c", "d"]
+    assert len(list(world.root.glob(layout.DROPPED))) == 2 - aged
+    with Trace(world.root) as trace:
+        assert trace.rows("SELECT count(*) AS n FROM requests") == [{"n": 4}]
+
+
 def test_partitions_go_by_age_and_by_size_but_never_the_current_one(tmp_path: Path) -> None:
     world = World(tmp_path / "t.parquet", most_age_s=2.5 * 3600, grace_s=-1e12)
     for hours in range(5):
