@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import groupby
@@ -63,15 +63,14 @@ def _of_lane(rows: Sequence[Row], judge: Callable[[Row, Sequence[Row]], Decision
 
 
 def those_apart(
-    row: Row, named: Collection[int], limits: Mapping[str, float]
+    tops: Sequence[Row] | None, named: Collection[int], times: float, chance: float
 ) -> tuple[set[int], outliers.Outliers | None]:
-    """The rounds of the steps that take `times` more than their batch does and lie apart from the tail of all others of their
-    engine, with the test of that; None where too few are known. `row` has its longest
-    steps, and among how many engines it is one that is asked; `named`: rounds beside which
+    """The rounds of the steps of at least `times` what their batch takes that lie apart from the tail of all others of their
+    engine, with the test of that; None where too few are known. `tops`: its longest steps; `named`: rounds beside which
     something stands, which are known without. Where steps have a long tail of their own its largest are no pauses."""
-    tail = [top for top in row["tops"] or () if top["round"] not in named]
-    test = outliers.beyond_tail(np.array([top["times"] for top in tail], np.float64), 1 + limits["times"])
-    if test is None or test.p_value > limits["alone"] / row["lanes"]:
+    tail = [top for top in tops or () if top["round"] not in named]
+    test = outliers.beyond_tail(np.array([top["times"] for top in tail], np.float64), times)
+    if test is None or test.p_value > chance:
         return set(), test
     return {top["round"] for top in tail[: test.count]}, test
 

@@ -93,7 +93,8 @@ def by_ordinary_steps(groups: Sequence[Row], limits: Mapping[str, float]) -> lis
             continue
         if row["lane"] not in apart:
             named = {top["round"] for top in row["tops"] or () if top["reason"]}
-            rounds, test = _pauses.those_apart(row, named, limits)
+            chance = limits["alone"] / row["lanes"]
+            rounds, test = _pauses.those_apart(row["tops"], named, 1 + limits["times"], chance)
             apart[row["lane"]] = None if test is None else rounds
         rounds_apart = apart[row["lane"]]
         if rounds_apart is not None and row["round"] not in rounds_apart:

@@ -39,7 +39,8 @@ def lane_decision(lane: Row, rows: Sequence[Row], limits: Mapping[str, float]) -
         return Decision("clear", f"{steps}, {' and '.join(others)}")
     named = [row for row in left if who_of(row) != UNKNOWN]
     aside = {row["round"] for row in named}
-    rounds, test = _pauses.those_apart(lane, aside, limits)
+    chance = limits["alone"] / lane["lanes"]
+    rounds, test = _pauses.those_apart(lane["tops"], aside, 1 + limits["times"], chance)
     apart = [row for row in left if row["round"] in rounds]
     by_whom: dict[str, list[Row]] = {}
     for row in sorted([*named, *apart], key=lambda r: r["round"]):
