@@ -53,10 +53,6 @@ class Wanted:
 # -- what belongs to no rule -------------------------------------------------------------------------
 
 
-def _threshold(name: str, value: float, unit: str, why: str) -> tuple[Threshold, ...]:
-    return (Threshold(name, value, unit, why),)
-
-
 #: That rules and recordings see what they should, with tailscope's exporter.
 EXPORTER_HEALTH = (
     Alert(
@@ -119,8 +115,8 @@ EXPORTER_HEALTH = (
         "A tail is made of few requests: where one in a hundred is missing a p99 of the rest is another one's. "
         "tailscope_rows_rejected_total says by `reason` why.",
         (
-            *_threshold("share", 0.01, "0-1", "As many as lie beyond a p99."),
-            *_threshold("least", 10, "rows", "A few damaged rows happen whenever a sender restarts."),
+            Threshold("share", 0.01, "0-1", "As many as lie beyond a p99."),
+            Threshold("least", 10, "rows", "A few damaged rows happen whenever a sender restarts."),
         ),
         run=READY,
     ),
@@ -142,7 +138,7 @@ EXPORTER_HEALTH = (
         (Signal("time() - max(tailscope_diagnosis_timestamp_seconds)", "> $old"),),
         "Alerts that stand for findings show what was, and no new finding can open: tailscope_diagnoses_total says by `outcome` how "
         "diagnoses end, tailscope_diagnosis_duration_seconds whether they take too long.",
-        _threshold("old", 900, "s", "The window that `run` looks at: what is older says nothing of it."),
+        (Threshold("old", 900, "s", "The window that `run` looks at: what is older says nothing of it."),),
         run=READY,
     ),
     Alert(
@@ -160,10 +156,8 @@ EXPORTER_HEALTH = (
         ),
         "They have no latency, or a short one, so the quantiles of the class look better than what its clients see.",
         (
-            *_threshold(
-                "share", 0.01, "0-1", "As many as lie beyond a p99: it is not the clients' any more."
-            ),
-            *_threshold("least", 10, "requests", "As many as a quantile needs beyond it to be stated."),
+            Threshold("share", 0.01, "0-1", "As many as lie beyond a p99: it is not the clients' any more."),
+            Threshold("least", 10, "requests", "As many as a quantile needs beyond it to be stated."),
         ),
     ),
     Alert(
@@ -253,7 +247,7 @@ def render(config: Config, rules: Sequence[Rule], wanted: Wanted) -> str:
         notes.append("no [slo.CLASS] in the configuration, so no alert on a p99")
     of_rules, missing = _of_rules(rules, wanted)
     health = [
-        _written(alert, _limits(alert), None, wanted)
+        _written(alert, alert.limits, None, wanted)
         for alert in (EXPORTER_HEALTH if wanted.vllm is None else ENGINE_HEALTH)
         if found or "slo_limit_seconds" not in alert.signals[0].expr
     ]
@@ -290,10 +284,6 @@ def _of_rules(rules: Sequence[Rule], wanted: Wanted) -> tuple[list[Group], list[
 def since(signal: Signal) -> stock_metrics.Version:
     """The first vLLM that has all metrics of a signal."""
     return stock_metrics.since(f"{signal.expr} {signal.guard}")
-
-
-def _limits(alert: Alert) -> dict[str, float]:
-    return {threshold.name: threshold.value for threshold in alert.thresholds}
 
 
 def _written(

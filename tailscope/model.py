@@ -273,6 +273,10 @@ class Alert:
         if not re.fullmatch(r"[A-Z][A-Za-z0-9]*", self.name):
             raise ValueError(f"alert name {self.name!r} is not CamelCase")
 
+    @property
+    def limits(self) -> dict[str, float]:
+        return {threshold.name: threshold.value for threshold in self.thresholds}
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -307,7 +311,7 @@ class Rule:
 
     def limits_of(self, alert: Alert) -> dict[str, float]:
         """By what an alert of it decides."""
-        return self.limits | {threshold.name: threshold.value for threshold in alert.thresholds}
+        return self.limits | alert.limits
 
 
 def severity_of(share: float | None, slo_broken: bool = False) -> Severity:

@@ -114,7 +114,7 @@ def _load() -> tuple[Chart, ...]:
                 "{{class}}",
                 "Share of each class's requests that fail, time out or are rejected: they have no latency, and make a p99 look better.",
             ),
-            {t.name: t.value for t in failing.thresholds},
+            failing.limits,
         ),
         Chart(
             "Tokens in flight by class",
@@ -162,7 +162,7 @@ def _itself() -> tuple[Chart, ...]:
     def watched(name: str, title: str, unit: str, legend: str, shows: str) -> Chart:
         alert = WATCHED[name]
         panel = Panel("fleet", title, unit, legend, shows)
-        return chart_of(alert, panel, {t.name: t.value for t in alert.thresholds})
+        return chart_of(alert, panel, alert.limits)
 
     [up] = WATCHED["ScrapeFailing"].signals
     return (

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tailscope.errors import UsageError
-from tailscope.live.settings import Scrape, address, url_of
+from tailscope.live.settings import Address, Scrape, address, url_of
 
 #: Files and names are looked up again after this time.
 REFRESH_S = 10.0
@@ -80,7 +80,7 @@ async def _of_dns(name: str, scrape: Scrape) -> list[Target]:
     loop = asyncio.get_running_loop()
     infos = await loop.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM)
     hosts = sorted({info[4][0] for info in infos})
-    places = [f"[{host}]:{where.port}" if ":" in str(host) else f"{host}:{where.port}" for host in hosts]
+    places = [str(Address(str(host), where.port)) for host in hosts]
     return [Target(f"{scrape.scheme}://{place}{scrape.path}", place) for place in places]
 
 

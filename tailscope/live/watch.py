@@ -24,6 +24,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tailscope.model import SEVERITIES
+
 #: Looks that decide whether a finding is open, and in how many of them it must be found to open.
 LOOKS, TO_OPEN = 3, 2
 #: A look that takes longer is given up; after one that takes less than a quarter of it a shortened window grows again.
@@ -41,7 +43,6 @@ MOST_HISTORY, MOST_SHOWN = 10_000, 200
 MOST_FINDINGS, MOST_ID = 1_000, 200
 #: What a look puts aside, below the trace; a look that is killed does not clear it away.
 ASIDE = ".look"
-SEVERITIES = ("low", "medium", "high")
 #: Components that are others' prefill.
 COUPLING = (
     "others_prefill_before",
@@ -124,7 +125,7 @@ class Hysteresis:
                 if key in self.open:
                     changes.append(_record("closed", self.open.pop(key), now_s))
                 continue
-            severity = max(known, key=SEVERITIES.index)
+            severity = next(one for one in SEVERITIES if one in known)
             if key in self.open:
                 opened = self.open[key]
                 if now is not None:
