@@ -6,11 +6,13 @@ import hmac
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
-
-import grpc
+from typing import TYPE_CHECKING
 
 from tailscope.errors import UsageError
 from tailscope.live.settings import Serve
+
+if TYPE_CHECKING:
+    import grpc
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Access:
     def grpc_credentials(self) -> grpc.ServerCredentials | None:
         if self.cert_file is None or self.key_file is None:
             return None
+        import grpc  # which `tail` and the scraper have no use for
+
         return grpc.ssl_server_credentials([(self.key_file.read_bytes(), self.cert_file.read_bytes())])
 
 

@@ -114,7 +114,9 @@ class RequestMetrics:
 
     def __init__(self, config: Config, tenants: int, label_sets: int) -> None:
         self._lock = threading.Lock()
+        self._arriving = threading.Lock()
         self._waiting: list[pa.Table] = []
+        self._waiting_rows = 0
         self._config, self._tenants, self._label_sets = config, tenants, label_sets
         self._seen_tenants: set[str] = set()
         self._index: dict[tuple[str, ...], int] = {}
@@ -131,14 +133,18 @@ class RequestMetrics:
         self._con.execute(class_macro(config.classes))
 
     def close(self) -> None:
-        self._con.close()
+        with self._lock:
+            self._con.close()
 
     def add(self, rows: pa.Table) -> None:
         """Take requests, rows of the table of that name. They are counted some at once, by `count` or `render`."""
-        with self._lock:
+        # Whoever counts holds the other lock for as long as a query takes, and spans must not wait for that.
+        with self._arriving:
             self._waiting.append(rows)
-            if sum(table.num_rows for table in self._waiting) >= MOST_WAITING:
-                self._count()
+            self._waiting_rows += rows.num_rows
+            many = self._waiting_rows >= MOST_WAITING
+        if many:
+            self.count()
 
     def count(self) -> None:
         """Count what waits."""
@@ -146,10 +152,11 @@ class RequestMetrics:
             self._count()
 
     def _count(self) -> None:
-        if not self._waiting:
+        with self._arriving:
+            waiting, self._waiting, self._waiting_rows = self._waiting, [], 0
+        if not waiting:
             return
-        rows, self._waiting = pa.concat_tables(self._waiting), []
-        told = self._told(rows)
+        told = self._told(pa.concat_tables(waiting))
         where, status = self._places(told)
         for number, latency in enumerate(LATENCIES):
             self._observe(number, where, told[latency.name].to_numpy(), told["trace_id"])
