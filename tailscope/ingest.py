@@ -10,15 +10,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
 from tailscope import registry
 from tailscope.config import Config
 from tailscope.errors import BadInput, UsageError
 from tailscope.model import Collector
-from tailscope.parts import Stored, TraceWriter
-from tailscope.schema import BY_NAME, Table
+from tailscope.parts import Placement, Stored, TraceWriter
+from tailscope.schema import BY_NAME
 from tailscope.source import HEAD, Options, Source, Tally, files_below
 
 SOURCE_ID_DIGITS = 16
@@ -117,7 +114,7 @@ class _Ingest:
                 message += " as it was read then (--rank, --python-stacks and --map need a new trace)"
             return Outcome(file.display, "known", message, file.collector.name)
         given = self._instance or next((rule.instance for rule in rules if rule.instance), None)
-        placed = _Placement(given, file.folder)
+        placed = Placement(given, file.folder)
         self._writer.begin(source_id)
         try:
             for table, rows in file.collector.read(source):
@@ -141,32 +138,6 @@ class _Ingest:
         self._unstored = {}
 
 
-class _Placement:
-    """Says which instance rows belong to, and remembers which ones the source named and when it was."""
-
-    def __init__(self, given: str | None, folder: str) -> None:
-        self.given, self._folder = given, folder
-        self.named: set[str] = {given} if given else set()
-        self.first_ns: int | None = None
-        self.last_ns: int | None = None
-
-    def place(self, table: Table, rows: pa.Table) -> pa.Table:
-        index = rows.schema.get_field_index("instance")
-        instances: Any = rows.column(index)
-        if self.given:
-            instances = pa.repeat(pa.scalar(self.given), rows.num_rows)
-        else:
-            self.named.update(v for v in instances.unique().to_pylist() if v is not None)
-            instances = instances.fill_null(self._folder)
-        if table.time:
-            times: Any = pc.min_max(rows[table.time])
-            low, high = times["min"].as_py(), times["max"].as_py()
-            if low is not None:
-                self.first_ns = low if self.first_ns is None else min(low, self.first_ns)
-                self.last_ns = high if self.last_ns is None else max(high, self.last_ns)
-        return rows.set_column(index, "instance", instances)
-
-
 def _failed(file: _File, source: Source, error: BadInput | OSError) -> Outcome:
     if isinstance(error, OSError):
         message = f"{file.display}: {UNREADABLE}: {error.strerror or error}"
@@ -179,7 +150,7 @@ def _failed(file: _File, source: Source, error: BadInput | OSError) -> Outcome:
 
 
 def _source_row(
-    file: _File, collector: Collector, source: Source, content_hash: str, placed: _Placement
+    file: _File, collector: Collector, source: Source, content_hash: str, placed: Placement
 ) -> dict[str, Any]:
     return {
         "instance": placed.given or file.folder,

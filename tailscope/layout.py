@@ -38,6 +38,16 @@ def temporary_name(token: str, number: int) -> str:
     return f".{token}-{number:04d}-{os.getpid()}-{socket.gethostname()}.tmp"
 
 
+def part_name(commit_id: str, number: int) -> str:
+    return f"part-{commit_id}-{number:04d}.parquet"
+
+
+def commit_of(part: Path) -> str | None:
+    """The commit that a part is named after; None for a part that we did not write."""
+    name = PART_NAME.fullmatch(part.name)
+    return name and name[1]
+
+
 def visible_parts(root: Path, only: str = "*") -> dict[str, list[Path]]:
     """Table name -> Parquet files of a trace directory that count; `only` a table, if given.
 
@@ -49,9 +59,9 @@ def visible_parts(root: Path, only: str = "*") -> dict[str, list[Path]]:
     for folder in sorted(p for p in root.glob(only) if p.is_dir() and not p.name.startswith((".", "_"))):
         parts = []
         for part in sorted(folder.rglob("*.parquet")):
-            ours = PART_NAME.fullmatch(part.name)
+            ours = commit_of(part)
             hidden = any(name.startswith((".", "_")) for name in part.relative_to(folder).parts)
-            if not hidden and (ours[1] in committed if ours else part.is_file()):
+            if not hidden and (ours in committed if ours else part.is_file()):
                 parts.append(part)
         if parts:
             tables[folder.name] = parts
@@ -65,8 +75,8 @@ def commits(root: Path) -> set[str]:
 
 def _with_sources(root: Path) -> set[str]:
     """Commits that have a part of `sources`, those that were taken out among them."""
-    names = (PART_NAME.fullmatch(p.name) for p in root.glob(f"{SOURCES.name}/**/part-*.parquet"))
-    return {name[1] for name in names if name}
+    names = map(commit_of, root.glob(f"{SOURCES.name}/**/part-*.parquet"))
+    return {name for name in names if name}
 
 
 def dropped(root: Path, named: set[str] | None = None) -> set[str]:
@@ -98,7 +108,7 @@ def remove_dropped(root: Path, older_than_s: float) -> None:
     """Files of commits that were taken out so long ago that nobody reads them any more. Called under the lock."""
     # Whoever replaced others may be replaced itself by now: what it replaced goes all the same, and goes first, since
     # without its own files they would count again.
-    there = _with_sources(root)
+    there, removed = _with_sources(root), False
     for path in sorted(root.glob(DROPPED), key=lambda path: path.stat().st_mtime_ns):
         if _age_s(path) < older_than_s:
             continue
@@ -109,7 +119,8 @@ def remove_dropped(root: Path, older_than_s: float) -> None:
                 for part in sorted(root.glob(f"*/**/part-{commit_id}-*.parquet"), key=_is_of_sources):
                     part.unlink(missing_ok=True)
         path.unlink()
-    for folder in root.glob("*/*/"):
+        removed = True
+    for folder in root.glob("*/*/") if removed else ():
         if PARTITION.fullmatch(folder.name) and not any(folder.iterdir()):
             with contextlib.suppress(OSError):
                 folder.rmdir()

@@ -23,10 +23,11 @@ import pyarrow.parquet as pq
 
 from tailscope.dedupe import Known, find_known
 from tailscope.layout import (
-    PART_NAME,
+    commit_of,
     commits,
     dropped,
     locked,
+    part_name,
     readable,
     remove_abandoned,
     sync,
@@ -201,7 +202,7 @@ class TraceWriter:
         with writable(self.root):
             folder.mkdir(parents=True, exist_ok=True)
             pending.parts.setdefault(table.name, []).append(part)
-            _write_part(part, table, ordered)
+            write_part(part, table, ordered)
 
     def _drop_known(self, table: Table, parts: list[Path], stored: dict[str, Stored]) -> None:
         """Leave out rows that the trace has, and those of sources that another writer stored."""
@@ -222,7 +223,7 @@ class TraceWriter:
                 keep = np.array(pc.is_in(rows["source"], pa.array(stored)))
                 # Only rows of `stored` sources were judged.
                 keep[keep] = known.keep.get(part, True)
-                _write_part(part, table, rows.filter(keep))
+                write_part(part, table, rows.filter(keep))
 
     def _add_source_rows(self, stored: dict[str, Stored]) -> None:
         rows = []
@@ -243,7 +244,7 @@ class TraceWriter:
             for name, parts in self._finished.parts.items():
                 for number, part in enumerate(parts):
                     if pq.read_metadata(part).num_rows:
-                        part.rename(part.with_name(f"part-{commit_id}-{number:04d}.parquet"))
+                        part.rename(part.with_name(part_name(commit_id, number)))
                 sync(self.root / name / self._partition)
                 sync(self.root / name)
                 sync(self.root)
@@ -274,9 +275,35 @@ class TraceWriter:
         """Parts that a writer renamed before it died. Called under the lock, so nobody is renaming now."""
         committed = commits(self.root) | dropped(self.root)
         for part in self.root.glob("*/**/part-*.parquet"):
-            ours = PART_NAME.fullmatch(part.name)
-            if ours and ours[1] not in committed:
+            ours = commit_of(part)
+            if ours and ours not in committed:
                 part.unlink()
+
+
+class Placement:
+    """Says which instance rows belong to, and remembers which ones the source named and when it was."""
+
+    def __init__(self, given: str | None, folder: str) -> None:
+        self.given, self._folder = given, folder
+        self.named: set[str] = {given} if given else set()
+        self.first_ns: int | None = None
+        self.last_ns: int | None = None
+
+    def place(self, table: Table, rows: pa.Table) -> pa.Table:
+        index = rows.schema.get_field_index("instance")
+        instances: Any = rows.column(index)
+        if self.given:
+            instances = pa.repeat(pa.scalar(self.given), rows.num_rows)
+        else:
+            self.named.update(v for v in instances.unique().to_pylist() if v is not None)
+            instances = instances.fill_null(self._folder)
+        if table.time:
+            times: Any = pc.min_max(rows[table.time])
+            low, high = times["min"].as_py(), times["max"].as_py()
+            if low is not None:
+                self.first_ns = low if self.first_ns is None else min(low, self.first_ns)
+                self.last_ns = high if self.last_ns is None else max(high, self.last_ns)
+        return rows.set_column(index, "instance", instances)
 
 
 class SourceWriter:
@@ -304,7 +331,8 @@ def _varies(column: pa.ChunkedArray[Any]) -> bool:
     return bool(bounds["min"].as_py() != bounds["max"].as_py() or 0 < column.null_count < len(column))
 
 
-def _write_part(part: Path, table: Table, rows: pa.Table) -> None:
+def write_part(part: Path, table: Table, rows: pa.Table) -> None:
+    """Write rows as a Parquet file of the table, and sync it."""
     with part.open("wb") as file:
         pq.write_table(
             rows.replace_schema_metadata(part_metadata(table)),

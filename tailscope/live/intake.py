@@ -56,6 +56,9 @@ class Intake:
         self._pool = ThreadPoolExecutor(DECODERS, thread_name_prefix="decode")
         self._decoding = self._coming = 0
 
+    def close(self) -> None:
+        self._pool.shutdown(wait=False)
+
     async def spans(self, message: bytes, is_json: bool, protocol: Protocol) -> Accepted:
         """Returns once the rows are on the disk. Raises Refused."""
         # A sender that gives up meanwhile does not undo what is on the disk, and it is counted.

@@ -52,7 +52,6 @@ class Busy(Exception):
 class JournalState:
     """What a journal did; read by others, so that every field is set at once."""
 
-    synced_bytes: int = 0
     waiting_bytes: int = 0
     #: Why the last write failed; empty while it works.
     failure: str = ""
@@ -113,12 +112,6 @@ class Journal:
             self._changed.notify()
         return entry.done
 
-    def rotate(self) -> None:
-        """Close the segment now, if it holds anything."""
-        with self._changed:
-            self._opened_s = float("-inf")
-            self._changed.notify()
-
     def close(self) -> None:
         """Write what waits, and close the segment."""
         with self._changed:
@@ -162,7 +155,6 @@ class Journal:
             _write_all(self._file, data)
             os.fdatasync(self._file)
             self._size += len(data)
-            self.state.synced_bytes += len(data)
             self.state.failure = ""
         except OSError as error:
             failure = error

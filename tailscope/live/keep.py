@@ -7,10 +7,9 @@ one that was committed already is known by its name.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,14 +17,15 @@ from typing import Any
 
 import duckdb
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from tailscope.errors import TailscopeError
 from tailscope.layout import (
     PARTITION,
-    commits,
+    commit_of,
     drop,
     locked,
+    part_name,
     partition_of,
     remove_abandoned,
     remove_dropped,
@@ -35,7 +35,8 @@ from tailscope.layout import (
     writable,
 )
 from tailscope.live.journal import Damaged, Segment, segments
-from tailscope.parts import COMPRESSION, ROW_GROUP_ROWS, TraceWriter, part_metadata
+from tailscope.model import request_key
+from tailscope.parts import COMPRESSION, ROW_GROUP_ROWS, Placement, TraceWriter, part_metadata, write_part
 from tailscope.scan import listed, quote
 from tailscope.schema import BY_NAME, SOURCES, Table
 from tailscope.source import Tally
@@ -64,6 +65,10 @@ class Kept:
     damaged: tuple[str, ...] = ()
     trace_bytes: int = 0
     trace_parts: int = 0
+
+
+#: Why a round can fail, though the next one may not.
+FAILURES = (TailscopeError, OSError, duckdb.Error, pa.ArrowException)
 
 
 class Keeper:
@@ -97,17 +102,17 @@ class Keeper:
             rows += stored
             duplicates += duplicate
             done += len(group)
-        dropped = self._retain()
-        to_merge = self._to_merge()
+        held = _held(self._root)
+        gone = self._retain(held)
+        to_merge = self._to_merge({name: part for name, part in held.items() if name not in gone})
         for partition, names in to_merge:
             self._merge(partition, names)
         with writable(self._root), locked(self._root):
             remove_dropped(self._root, self._grace_s)
-        parts = [part for found in visible_parts(self._root).values() for part in found]
-        size = sum(part.stat().st_size for part in parts)
-        return Kept(
-            done, dict(rows), duplicates, len(to_merge), dropped, tuple(self._damaged), size, len(parts)
-        )
+        if gone or to_merge:
+            held = _held(self._root)
+        size, parts = sum(p.bytes for p in held.values()), sum(p.parts for p in held.values())
+        return Kept(done, dict(rows), duplicates, len(to_merge), len(gone), tuple(self._damaged), size, parts)
 
     # -- from the journal ----------------------------------------------------------------------
 
@@ -151,21 +156,21 @@ class Keeper:
 
     # -- together ------------------------------------------------------------------------------
 
-    def _to_merge(self) -> list[tuple[str, list[str]]]:
+    def _to_merge(self, held: Mapping[str, _Held]) -> list[tuple[str, list[str]]]:
         """Partitions, and the commits in them that are to be one."""
         now = partition_of(time.time())
         found = []
-        for partition, names in _commits_by_partition(self._root).items():
-            small = names - self._merged
-            if partition < now and len(names) > 1:
-                found.append((partition, sorted(names)))
+        for partition, part in held.items():
+            small = part.commits - self._merged
+            if partition < now and len(part.commits) > 1:
+                found.append((partition, sorted(part.commits)))
             elif len(small) >= self._many_commits:
                 found.append((partition, sorted(small)))
         return found
 
     def _merge(self, partition: str, names: Sequence[str]) -> None:
         """Make commits of a partition one. Their rows stay the same, but for the source they name."""
-        commit_id = _digest(partition, *names)
+        commit_id = request_key(partition, *names)
         written: list[tuple[Path, Path]] = []
         try:
             self._write_and_publish(partition, names, commit_id, written)
@@ -188,18 +193,18 @@ class Keeper:
                 promote_options="default",
             ).to_pylist()
             # Rows of one kind become one, named anew.
-            renamed = {row["source"]: _digest(commit_id, row["path"]) for row in sources}
+            renamed = {row["source"]: request_key(commit_id, row["path"]) for row in sources}
             for number, table in enumerate(sorted(BY_NAME.values(), key=lambda table: table is SOURCES)):
                 parts = self._parts(table, partition, names)
                 if not parts:
                     continue
                 temporary = parts[0].parent / temporary_name(commit_id, number)
-                written.append((temporary, parts[0].parent / f"part-{commit_id}-0000.parquet"))
+                written.append((temporary, parts[0].parent / part_name(commit_id, 0)))
                 if table is SOURCES:
                     _write_sources(sources, renamed, temporary)
                 else:
                     _write_merged(table, parts, renamed, temporary)
-                sync(temporary)
+                    sync(temporary)
             with locked(self._root):
                 drop(self._root, names, by=commit_id)
                 # With the part of `sources`, the last one, the new commit counts, and the old ones do not.
@@ -209,28 +214,26 @@ class Keeper:
 
     def _parts(self, table: Table, partition: str, names: Sequence[str]) -> list[Path]:
         visible = visible_parts(self._root, table.name).get(table.name, [])
-        return [p for p in visible if p.parent.name == partition and p.name.split("-")[1] in names]
+        return [p for p in visible if p.parent.name == partition and commit_of(p) in names]
 
     # -- away ----------------------------------------------------------------------------------
 
-    def _retain(self) -> int:
-        """Take out the partitions that are too old, and the oldest while all are too large."""
-        by_partition = _commits_by_partition(self._root)
-        sizes = _sizes(self._root)
-        total = sum(sizes.values())
+    def _retain(self, held: Mapping[str, _Held]) -> set[str]:
+        """Take out the partitions that are too old, and the oldest while all are too large; says which."""
+        total = sum(part.bytes for part in held.values())
         current = partition_of(time.time())
         oldest = "" if self._most_age_s is None else partition_of(time.time() - self._most_age_s)
-        gone = []
-        for partition in sorted(by_partition):
+        gone: set[str] = set()
+        for partition in sorted(name for name, part in held.items() if part.commits):
             too_large = self._most_bytes is not None and total > self._most_bytes
             if partition >= current or not (partition < oldest or too_large):
                 break
-            gone.append(partition)
-            total -= sizes[partition]
+            gone.add(partition)
+            total -= held[partition].bytes
         if gone:
             with writable(self._root), locked(self._root):
-                drop(self._root, [name for partition in gone for name in by_partition[partition]])
-        return len(gone)
+                drop(self._root, [name for partition in gone for name in held[partition].commits])
+        return gone
 
 
 class _SourceRow:
@@ -239,9 +242,8 @@ class _SourceRow:
     def __init__(self, kind: str, version: str, segment: Segment) -> None:
         self._kind, self._version, self._segment = kind, version, segment
         self._tally = Tally()
+        self._placed = Placement(None, FOLDER)
         self._rows = 0
-        self._named: set[str] = set()
-        self._times: list[int] = []
 
     @property
     def says_something(self) -> bool:
@@ -251,13 +253,7 @@ class _SourceRow:
     def place(self, table: Table, rows: pa.Table, tally: Tally) -> pa.Table:
         self._tally.add(tally)
         self._rows += rows.num_rows
-        index = rows.schema.get_field_index("instance")
-        self._named.update(v for v in rows["instance"].unique().to_pylist() if v is not None)
-        if table.time:
-            bounds: Any = pc.min_max(rows[table.time])
-            self._times += [b for b in (bounds["min"].as_py(), bounds["max"].as_py()) if b is not None]
-        named: Any = rows["instance"]
-        return rows.set_column(index, "instance", named.fill_null(FOLDER))
+        return self._placed.place(table, rows)
 
     def row(self) -> dict[str, Any]:
         return {
@@ -269,15 +265,15 @@ class _SourceRow:
             "version": self._version,
             "clock": "wall",
             **self._tally.columns,
-            "instances": sorted(self._named),
+            "instances": sorted(self._placed.named),
             "folder": FOLDER,
-            "first_ns": min(self._times, default=None),
-            "last_ns": max(self._times, default=None),
+            "first_ns": self._placed.first_ns,
+            "last_ns": self._placed.last_ns,
         }
 
 
 def _source_id(segment: Segment) -> str:
-    return _digest(segment.path.stem)
+    return request_key(segment.path.stem)
 
 
 def _by_partition(found: Iterable[Segment]) -> list[tuple[str, list[Segment]]]:
@@ -287,22 +283,26 @@ def _by_partition(found: Iterable[Segment]) -> list[tuple[str, list[Segment]]]:
     return list(groups.items())
 
 
-def _commits_by_partition(root: Path) -> dict[str, set[str]]:
-    counted = commits(root)
-    found: dict[str, set[str]] = {}
-    for part in root.glob(f"{SOURCES.name}/*/part-*.parquet"):
-        name = part.name.split("-")[1]
-        if PARTITION.fullmatch(part.parent.name) and name in counted:
-            found.setdefault(part.parent.name, set()).add(name)
-    return found
+@dataclass
+class _Held:
+    """What a partition holds; that of the empty name is what lies in none."""
+
+    commits: set[str] = field(default_factory=set)
+    bytes: int = 0
+    parts: int = 0
 
 
-def _sizes(root: Path) -> Counter[str]:
-    sizes: Counter[str] = Counter()
-    for parts in visible_parts(root).values():
+def _held(root: Path) -> dict[str, _Held]:
+    found: dict[str, _Held] = {}
+    for table, parts in visible_parts(root).items():
         for part in parts:
-            sizes[part.parent.name] += part.stat().st_size
-    return sizes
+            name = part.parent.name
+            held = found.setdefault(name if PARTITION.fullmatch(name) else "", _Held())
+            held.bytes += part.stat().st_size
+            held.parts += 1
+            if table == SOURCES.name and held is not found.get("") and (commit_id := commit_of(part)):
+                held.commits.add(commit_id)
+    return found
 
 
 def _write_merged(table: Table, parts: Sequence[Path], renamed: dict[str, str], target: Path) -> None:
@@ -334,8 +334,7 @@ def _write_sources(rows: Sequence[dict[str, Any]], renamed: dict[str, str], targ
         merged[name] = _added(merged[name], row) if name in merged else dict(row)
         merged[name]["source"] = merged[name]["content_hash"] = name
     columns = {column: [row.get(column) for row in merged.values()] for column in SOURCES.arrow.names}
-    batch = SOURCES.batch(columns).replace_schema_metadata(part_metadata(SOURCES))
-    pq.write_table(batch, target, compression=COMPRESSION)
+    write_part(target, SOURCES, SOURCES.batch(columns))
 
 
 def _added(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
@@ -351,7 +350,3 @@ def _added(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
         elif name.startswith(("rows", "values")):
             both[name] = (a[name] or 0) + (value or 0)
     return both
-
-
-def _digest(*parts: str) -> str:
-    return hashlib.blake2b("\x1f".join(parts).encode(), digest_size=8).hexdigest()

@@ -21,21 +21,18 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import duckdb
-import grpc
-import pyarrow as pa
 from aiohttp import web
 from prometheus_client import Counter
 
 from tailscope import registry
-from tailscope.errors import TailscopeError, UsageError
+from tailscope.errors import UsageError
 from tailscope.live import connections, otlp_grpc, otlp_http, pages, scrape
 from tailscope.live import journal as journals
 from tailscope.live.access import access_of
 from tailscope.live.health import Health
 from tailscope.live.intake import Intake
 from tailscope.live.journal import Journal, is_disk_full
-from tailscope.live.keep import Keeper, Kept
+from tailscope.live.keep import FAILURES, Keeper, Kept
 from tailscope.live.request_metrics import RequestMetrics
 from tailscope.live.settings import Address, Serve
 from tailscope.live.watch import Watch
@@ -48,7 +45,8 @@ SPANS, PAGES = "spans", "pages"
 KEEP_S, COUNT_S = 1.0, 1.0
 #: Between a process's death and its next start.
 RESTART_S = 1.0
-#: What a graceful stop may take.
+#: What a graceful stop may take, and calls that are being answered.
+GRPC_STOP_S = 2.0
 STOP_S = 10.0
 
 
@@ -99,6 +97,8 @@ class Server:
             options = Options(attributes=serve.config.attributes, hash_ids=serve.hash_ids)
             intake = Intake(journal, options, self.health, self._requests.add)
             async with contextlib.AsyncExitStack() as stack:
+                stack.callback(self._requests.close)
+                stack.callback(intake.close)
                 stack.push_async_callback(asyncio.to_thread, journal.close)
                 if serve.listen is not None:
                     config = self._config_text and stack.enter_context(_file_with(self._config_text))
@@ -107,7 +107,7 @@ class Server:
                     )
                 await self._listen(stack, intake)
                 tasks = [asyncio.create_task(self._count())]
-                tasks.append(asyncio.create_task(self._keep(stack)))
+                tasks.append(asyncio.create_task(self._keep()))
                 if serve.scrapes:
                     tasks.append(asyncio.create_task(self._scrape(options)))
                 if self._watch is not None:
@@ -149,7 +149,7 @@ class Server:
                 raise UsageError(
                     f"{serve.otlp_grpc}: cannot listen for OTLP/gRPC: the address is taken or not ours"
                 ) from error
-            stack.push_async_callback(_stop_grpc, server)
+            stack.push_async_callback(server.stop, GRPC_STOP_S)
             self._said("otlp_grpc", "OTLP/gRPC", Address(serve.otlp_grpc.host, port))
         if serve.otlp_http is not None:
             found = otlp_http.routes(intake, access, serve.max_message)
@@ -202,10 +202,10 @@ class Server:
     def _keep_rest(self) -> None:
         try:
             self._kept(self._keeper().round())
-        except TailscopeError as error:
+        except FAILURES as error:
             self.say(f"{error}. What was acknowledged is in the journal and is kept at the next start")
 
-    async def _keep(self, stack: contextlib.AsyncExitStack) -> None:
+    async def _keep(self) -> None:
         await self._supervise("keeper", _keep_main, (self._keeper(),), self._on_kept)
 
     async def _scrape(self, options: Options) -> None:
@@ -385,16 +385,12 @@ def _keep_main(pipe: Connection, keeper: Keeper) -> None:
     while not pipe.poll(KEEP_S):
         try:
             message: Kept | NotKept = keeper.round()
-        except (TailscopeError, OSError, duckdb.Error, pa.ArrowException) as error:
+        except FAILURES as error:
             message = NotKept(str(error), is_disk_full(error) or is_disk_full(error.__cause__))
         try:
             pipe.send(message)
         except OSError:
             return
-
-
-async def _stop_grpc(server: grpc.aio.Server) -> None:
-    await server.stop(grace=2.0)
 
 
 @contextlib.contextmanager
