@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import datetime
 import io
-import math
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +28,7 @@ from tailscope.errors import QueryError, UsageError
 from tailscope.safe import printable
 from tailscope.scan import pattern, quote
 from tailscope.schema import REQUESTS, SOURCES, TABLES
-from tailscope.store import Trace
+from tailscope.store import Trace, memory_bytes
 
 #: Rows a table shows; more scroll away.
 TABLE_ROWS = 200
@@ -167,7 +166,7 @@ def _rows(con: duckdb.DuckDBPyConnection, sql: str, memory_limit: str) -> pa.Tab
     try:
         statement = _only_select(con, sql)
         _reads_only(con, sql)
-        limit = _memory_bytes(con)
+        limit = memory_bytes(con)
         size, batches = 0, []
         with pa.RecordBatchReader.from_stream(con.sql(statement)) as reader:
             for batch in reader:
@@ -251,13 +250,6 @@ def _stop(con: duckdb.DuckDBPyConnection, work: Future[pa.Table]) -> None:
     while not work.done():
         con.interrupt()
         wait([work], 0.05)
-
-
-def _memory_bytes(con: duckdb.DuckDBPyConnection) -> float:
-    [(text,)] = con.execute("SELECT current_setting('memory_limit')").fetchall()
-    number, unit = str(text).split()
-    units = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-    return float(number) * units.get(unit, math.inf)
 
 
 def _explained(error: Exception, memory_limit: str) -> QueryError:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import glob
+import math
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -50,6 +52,13 @@ def schema_of_rows(kind: type[Any]) -> pa.Schema:
 def floats(column: Any) -> NDArray[np.float64]:
     """A column as `fetchnumpy` gives it as float64, NULL as NaN."""
     return np.asarray(np.ma.filled(np.ma.asarray(column).astype(np.float64), np.nan))
+
+
+def memory_bytes(con: duckdb.DuckDBPyConnection) -> float:
+    [(text,)] = con.execute("SELECT current_setting('memory_limit')").fetchall()
+    number, unit = str(text).split()
+    units = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+    return float(number) * units.get(unit, math.inf)
 
 
 class Trace:
@@ -141,6 +150,17 @@ class Trace:
     def insert(self, name: str, rows: pa.Table) -> None:
         """Add rows to a temporary table, column by name; those it lacks are NULL."""
         self._take(rows, f"INSERT INTO {name} BY NAME FROM new_rows")
+
+    @contextmanager
+    def beside(self, held_bytes: int) -> Iterator[None]:
+        """DuckDB does with less of its memory, though no less than a quarter, while arrays of so many bytes are held: both
+        together stay within what was allowed."""
+        allowed = memory_bytes(self.connection)
+        self.connection.execute(f"SET memory_limit = '{int(max(allowed - held_bytes, allowed / 4))}B'")
+        try:
+            yield
+        finally:
+            self.connection.execute(f"SET memory_limit = '{int(allowed)}B'")
 
     def _take(self, rows: pa.Table, sql: str) -> None:
         self.connection.register("new_rows", rows)

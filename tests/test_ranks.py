@@ -23,7 +23,7 @@ from tailscope.config import Config
 from tailscope.engine import diagnose
 from tailscope.model import Decision
 from tailscope.parts import SourceWriter
-from tailscope.ranks import waits
+from tailscope.ranks import groups
 from tailscope.ranks.collectives import KINDS
 from tailscope.ranks.windows import find_windows
 from tailscope.schema import BY_NAME
@@ -205,8 +205,8 @@ def test_how_many_rounds_are_compared_at_a_time_says_nothing(
 ) -> None:
     path = worlds.write(tmp_path / "t", rank_worlds.tables(World(slow=(Slow(1, 1.5),), **apart(3, 2.0))))
     results = []
-    for at_once in (waits.ROWS, 7 * 3):
-        monkeypatch.setattr(waits, "ROWS", at_once)
+    for at_once in (groups.ROWS, 7 * 3):
+        monkeypatch.setattr(groups, "ROWS", at_once)
         with Trace(path) as trace:
             diagnose(trace, Config())
             rows = trace.rows('FROM rank_rounds ORDER BY "window", "group", round, rank')

@@ -112,6 +112,8 @@ def median_of(values: Floats) -> Floats:
     """Median of each column, NaN left out. Sorting short columns is faster than NumPy's nanmedian."""
     ordered = np.sort(values, axis=0)
     count = np.sum(np.isfinite(ordered), axis=0)
+    if count.size and count.min() == len(values):
+        return np.asarray((ordered[(len(values) - 1) // 2] + ordered[len(values) // 2]) / 2)
     columns = np.arange(values.shape[1])
     low, high = np.maximum(count - 1, 0) // 2, np.minimum(count // 2, len(values) - 1)
     return np.asarray(np.where(count > 0, (ordered[low, columns] + ordered[high, columns]) / 2, np.nan))

@@ -50,7 +50,6 @@ SELECT start_ns, start_ns + duration_ns AS end_ns, ({index_sql("collective", KIN
        coalesce(TRY_CAST(group_size AS INTEGER), 0) AS group_size, coalesce(TRY_CAST(step AS INTEGER), -1) AS step,
        coalesce(TRY_CAST(layer AS INTEGER), -1) AS layer, coalesce(bytes_in, batch, -1) AS bytes, coalesce(tokens, -1) AS tokens
 FROM rank_events LEFT JOIN batches USING (step) WHERE source = $source AND collective IS NOT NULL AND duration_ns IS NOT NULL
-ORDER BY start_ns, end_ns
 """
 _OPS = f"""
 SELECT start_ns, start_ns + duration_ns AS end_ns, {index_sql("phase", NAMED)} AS phase
@@ -75,8 +74,14 @@ class RankCollectives:
     end_ns: Floats
     #: Time since the collectives before had ended; NaN for the first, whose work the profile does not show.
     work_ns: Floats
-    #: collectives x WORK: that time by phase, in single precision.
-    work_by_phase: NDArray[np.float32]
+    #: That time by phase, in the order of WORK, in single precision.
+    work_by_phase: list[NDArray[np.float32]]
+
+    @property
+    def held_bytes(self) -> int:
+        arrays = [*self.columns.values(), *self.work_by_phase, self.start_ns, self.end_ns, self.work_ns]
+        # What is one value throughout is held once.
+        return sum(array.nbytes for array in arrays if any(array.strides))
 
 
 def load_rank(trace: Trace, profile: Profile, origin_ns: int) -> RankCollectives:
@@ -96,7 +101,8 @@ def _load(con: duckdb.DuckDBPyConnection, profile: Profile, origin_ns: int) -> R
     ]
     sql = _COLLECTIVES.format(group=index_sql('"group"', groups))
     rows = con.sql(sql, params=known).to_arrow_table()
-    arrays = {name: _once(rows[name].to_numpy()) for name in rows.column_names}
+    arrays = _by_start({name: rows[name].to_numpy() for name in rows.column_names})
+    arrays = {name: _once(values) for name, values in arrays.items()}
     start = (arrays.pop("start_ns") - origin_ns).astype(np.float64)
     end = (arrays.pop("end_ns") - origin_ns).astype(np.float64)
     over = np.concatenate([[np.nan], np.maximum.accumulate(end)[:-1]]) if len(end) else end
@@ -105,16 +111,27 @@ def _load(con: duckdb.DuckDBPyConnection, profile: Profile, origin_ns: int) -> R
     # Between dispatch and combine the experts run, whatever the ops are called.
     before = np.concatenate([[UNKNOWN], arrays["phase"][:-1]]) if len(end) else arrays["phase"]
     inside = (arrays["phase"] == COMBINE) & (before == DISPATCH)
-    by_phase[inside, EXPERT] += by_phase[inside, OTHER]
-    by_phase[inside, OTHER] = 0.0
-    return RankCollectives(profile, arrays, groups, start, end, work, by_phase)
+    if inside.any():
+        by_phase[EXPERT] = by_phase[EXPERT] + np.where(inside, by_phase[OTHER], np.float32(0.0))
+        by_phase[OTHER] = np.where(inside, np.float32(0.0), by_phase[OTHER])
+    return RankCollectives(profile, arrays, groups, start, end, work, [_once(some) for some in by_phase])
+
+
+def _by_start(columns: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """The rows by start, then by end. Parts are so already but for what a thread took out of turn."""
+    start, end = columns["start_ns"], columns["end_ns"]
+    later = np.diff(start)
+    if ((later > 0) | ((later == 0) & (np.diff(end) >= 0))).all():
+        return columns
+    order = np.lexsort((end, start))
+    return {name: values[order] for name, values in columns.items()}
 
 
 def _once(values: NDArray[Any]) -> NDArray[Any]:
     """The same values; where all are one, it is held once."""
-    return (
-        np.broadcast_to(values[:1], values.shape) if len(values) and (values == values[0]).all() else values
-    )
+    alike = len(values) and values[0] == values[-1] and (values == values[0]).all()
+    # A view of the first would keep them all.
+    return np.broadcast_to(values[0].copy(), values.shape) if alike else values
 
 
 def _by_phase(
@@ -124,9 +141,9 @@ def _by_phase(
     start: Floats,
     over: Floats,
     work: Floats,
-) -> NDArray[np.float32]:
+) -> list[NDArray[np.float32]]:
     """The work before each collective by phase: the time that ops of a phase cover in it."""
-    result = np.zeros((len(start), len(WORK)), np.float32)
+    result = [np.broadcast_to(np.float32(0.0), start.shape)] * len(WORK)
     if not len(start):
         return result
     for on_gpu in (True, False):
@@ -138,13 +155,13 @@ def _by_phase(
         finish = (np.asarray(ops["end_ns"], np.int64) - origin_ns).astype(np.float64)
         for index in np.unique(phase[phase >= 0]):
             mine = phase == index
-            result[:, index] = _covered(begin[mine], finish[mine], start, over)
+            result[index] = _covered(begin[mine], finish[mine], start, over)
         if on_gpu:
             order = np.argsort(begin, kind="stable")
             busy = _covered(begin[order], finish[order], start, over)
-            result[:, IDLE] = np.maximum(np.nan_to_num(work) - busy, 0.0)
+            result[IDLE] = np.maximum(np.nan_to_num(work) - busy, 0.0).astype(np.float32)
         break
-    result[:, OTHER] = np.maximum(np.nan_to_num(work) - result.sum(axis=1), 0.0)
+    result[OTHER] = np.maximum(np.nan_to_num(work) - sum(result), 0.0).astype(np.float32)
     return result
 
 
@@ -157,4 +174,4 @@ def _covered(begin: Floats, finish: Floats, start: Floats, over: Floats) -> Floa
     collective = np.minimum(collective, len(start) - 1)
     begin = np.maximum(begin, np.nan_to_num(over[collective], nan=np.inf))
     covered = np.maximum(np.minimum(finish, start[collective]) - begin, 0.0)
-    return np.asarray(np.bincount(collective, weights=covered * known, minlength=len(start)), np.float64)
+    return np.bincount(collective, weights=covered * known, minlength=len(start)).astype(np.float32)

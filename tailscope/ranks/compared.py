@@ -10,6 +10,7 @@ beside which something stood that stops an engine.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -148,12 +149,11 @@ def write_ranks(trace: Trace, scope: Scope) -> None:
     clocks: list[dict[str, object]] = []
     for window in windows:
         waits = compare(trace, window)
-        for rows in waits.tables:
-            rows = rows.select(_ROUNDS.names)
-            # In batches, so that DuckDB's threads share the work.
-            trace.insert("rank_rounds", pa.Table.from_batches(rows.to_batches(BATCH), rows.schema))
-        if waits.replayed is not None:
-            for name, rows in _costs(window, waits.replayed).items():
+        with trace.beside(waits.held_bytes), ThreadPoolExecutor(1) as pool:
+            replayed = pool.submit(waits.replayed)
+            write_rounds(trace, waits)
+        if (result := replayed.result()) is not None:
+            for name, rows in _costs(window, result).items():
                 trace.insert(name, rows)
         about += _about(window, waits)
         clocks += [
@@ -177,6 +177,14 @@ def write_ranks(trace: Trace, scope: Scope) -> None:
     write_phases(trace, windows)
     for name in ("windows", "rank_steps", "step_evidence", "pauses", "host_gaps"):
         trace.connection.execute(sql_of(__package__, name))
+
+
+def write_rounds(trace: Trace, waits: WindowWaits) -> None:
+    """Add the rows of a window to `rank_rounds`."""
+    for rows in waits.tables:
+        rows = rows.select(_ROUNDS.names)
+        # In batches, so that DuckDB's threads share the work.
+        trace.insert("rank_rounds", pa.Table.from_batches(rows.to_batches(BATCH), rows.schema))
 
 
 def _costs(window: Window, replayed: Replayed) -> dict[str, pa.Table]:

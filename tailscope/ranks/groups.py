@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ from tailscope.ranks.windows import Window
 
 #: Ranks read and matched beside each other: NumPy and DuckDB leave Python's lock alone.
 BESIDE = 4
+#: Values of ranks in rounds looked at together: memory does not grow with the window.
+ROWS = 524_288
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,14 @@ class Group:
 
     def some(self, rounds: slice) -> Group:
         return Group(self.name, self.complete, self.place[:, rounds])
+
+    def slices(self) -> list[slice]:
+        """The rounds in parts of which a value of each rank is held at a time."""
+        size = max(1, ROWS // len(self.place))
+        return [slice(first, first + size) for first in range(0, self.place.shape[1], size)]
+
+    def parts(self) -> Iterator[Group]:
+        return map(self.some, self.slices())
 
 
 #: Rounds that clocks are told by, evenly taken: only who was in a collective at one time is asked of them.
@@ -95,12 +106,12 @@ def match_groups(window: Window, ranks: list[RankCollectives]) -> tuple[list[Gro
     # What is numbered needs no clocks, and tells them.
     for numbered in (True, False):
         for key in sorted(members):
-            sequences = {i: _sequence(ranks[i], of_rank[i][key]) for i in members[key]}
-            if numbered != all((sequence.seq >= 0).all() for sequence in sequences.values()):
+            positions = {i: of_rank[i][key] for i in members[key]}
+            if numbered != all((ranks[i].columns["seq"][mine] >= 0).all() for i, mine in positions.items()):
                 continue
-            found[key], alone = _matched(window, key, len(ranks), sequences, clocks)
+            found[key], alone = _matched(window, key, ranks, positions, clocks)
             unmatched += alone
-            if numbered and len(sequences) > len(clocks):
+            if numbered and len(positions) > len(clocks):
                 clocks = _told(found[key], ranks) or clocks
     return [found[key] for key in sorted(found)], unmatched
 
@@ -122,29 +133,37 @@ def _told(group: Group, ranks: list[RankCollectives]) -> dict[int, float]:
 
 
 def _matched(
-    window: Window, key: Key, ranks: int, sequences: dict[int, Sequence], clocks: dict[int, float]
+    window: Window,
+    key: Key,
+    ranks: list[RankCollectives],
+    positions: dict[int, Ints],
+    clocks: dict[int, float],
 ) -> tuple[Group, int]:
-    """A group's collectives on all its ranks, against those of the rank that has most; how many stay alone. `clocks`: of
-    ranks, as far as other groups told them."""
-    reference = max(sequences, key=lambda i: len(sequences[i].kind))
-    place = np.full((ranks, len(sequences[reference].kind)), UNKNOWN, np.int32)
-    place[reference] = sequences[reference].index
-    others = [i for i in sequences if i != reference]
+    """A group's collectives on all its ranks, of which it has those in `positions`, against those of the rank that has most;
+    how many stay alone. `clocks`: of ranks, as far as other groups told them."""
+    reference = max(positions, key=lambda i: len(positions[i]))
+    most = _sequence(ranks[reference], positions[reference])
+    place = np.full((len(ranks), len(most.kind)), UNKNOWN, np.int32)
+    place[reference] = most.index
+    others = [i for i in positions if i != reference]
     apart = {i: clocks[i] - clocks[reference] for i in others if i in clocks and reference in clocks}
     with ThreadPoolExecutor(BESIDE) as pool:
         matches = pool.map(
             lambda i: match(
-                sequences[reference], sequences[i], shared_clock=window.one_host, apart_ns=apart.get(i)
+                most,
+                _sequence(ranks[i], positions[i]),
+                shared_clock=window.one_host,
+                apart_ns=apart.get(i),
             ),
             others,
         )
         for i, pairs in zip(others, matches, strict=True):
-            place[i, pairs.one] = sequences[i].index[pairs.other]
+            place[i, pairs.one] = positions[i][pairs.other]
     name, _, size = key
     found = int(np.sum(place[:, np.sum(place >= 0, axis=0) >= 2] >= 0))
     # Of a group of one rank no other is to be found.
-    alone = sum(len(sequence.kind) for sequence in sequences.values()) - found if size != 1 else 0
-    return Group(name, 0 < size == len(sequences) or (not size and not window.missing), place), alone
+    alone = sum(map(len, positions.values())) - found if size != 1 else 0
+    return Group(name, 0 < size == len(positions) or (not size and not window.missing), place), alone
 
 
 def _sequence(rank: RankCollectives, mine: Ints) -> Sequence:
@@ -162,13 +181,21 @@ def _sequence(rank: RankCollectives, mine: Ints) -> Sequence:
 
 def gather(group: Group, values: list[Any], missing: float = np.nan) -> NDArray[Any]:
     """ranks x rounds of a value per collective, `missing` where a rank has no part."""
-    rows = []
-    for place, of_rank in zip(group.place, values, strict=True):
-        if len(of_rank):
-            rows.append(np.where(place >= 0, of_rank[np.maximum(place, 0)], missing))
-        else:
-            rows.append(np.full(len(place), missing))
-    return np.array(rows)
+    return np.array(
+        [_gathered(place, of_rank, missing) for place, of_rank in zip(group.place, values, strict=True)]
+    )
+
+
+def _gathered(place: NDArray[np.int32], values: NDArray[Any], missing: float) -> NDArray[Any]:
+    if not len(values):
+        return np.full(len(place), missing)
+    if len(place) and place.min() >= 0:
+        # Where nothing is lost a rank's part is a run of its collectives, or every so many-th of them.
+        apart = int(place[1]) - int(place[0]) if len(place) > 1 else 1
+        if apart > 0 and (np.diff(place) == apart).all():
+            return values[int(place[0]) : int(place[-1]) + 1 : apart]
+        return values[place]
+    return np.where(place >= 0, values[np.maximum(place, 0)], missing)
 
 
 def common(values: NDArray[Any]) -> NDArray[Any]:

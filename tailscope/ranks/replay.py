@@ -110,8 +110,8 @@ def replay(
 def _candidates(rounds: Sequence[Rounds], ranks: Sequence[RankCollectives]) -> list[int]:
     """Places of the ranks whose work exceeds the others' most, in sum over rounds in which it does."""
     late = np.zeros(len(ranks))
-    for r in rounds:
-        work = gather(r.group, [rank.work_ns for rank in ranks])
+    for part in (part for r in rounds for part in r.group.parts()):
+        work = gather(part, [rank.work_ns for rank in ranks])
         late += np.nansum(np.maximum(work - median_of(work), 0.0), axis=1)
     most = np.argsort(-late, kind="stable")[:CANDIDATES]
     return sorted(int(i) for i in most if late[i] > 0 and late[i] >= CANDIDATE_SHARE * late[most[0]])
@@ -122,9 +122,9 @@ def _links(rounds: Sequence[Rounds], ranks: Sequence[RankCollectives], telling: 
     if not telling:
         return []
     apart = [np.full((len(ranks), 1), np.nan)]
-    for r in rounds:
-        kind = common(gather(r.group, [rank.columns["kind"] for rank in ranks], missing=UNKNOWN))
-        end = gather(r.group, [rank.end_ns for rank in ranks])[:, np.isin(kind, telling)]
+    for part in (part for r in rounds for part in r.group.parts()):
+        kind = common(gather(part, [rank.columns["kind"] for rank in ranks], missing=UNKNOWN))
+        end = gather(part, [rank.end_ns for rank in ranks])[:, np.isin(kind, telling)]
         apart.append(end - median_of_others(end))
     usual = np.nan_to_num(median_of(np.hstack(apart).T))
     most = np.argsort(-np.abs(usual), kind="stable")[:LINKS]
@@ -187,7 +187,7 @@ class _Chunk:
             left[:, members] = np.where(np.isfinite(end), end, median_of(end.T)[:, None])
             self.members.append(members)
             self.work.append(np.where(np.isfinite(start), work, np.nan))
-            by_phase = [gather(part, [rank.work_by_phase[:, p] for rank in some]).T for p in range(len(WORK))]
+            by_phase = [gather(part, [rank.work_by_phase[p] for rank in some]).T for p in range(len(WORK))]
             self.phases.append(np.nan_to_num(np.stack(by_phase, axis=2)))
             self.transfer.append(r.transfer_ns[at])
             self.usual.append(np.fmin(r.usual_ns[at], r.transfer_ns[at]))

@@ -8,9 +8,10 @@ is at most what its own work since then exceeds theirs (after Böhme et al., ACM
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,8 +39,8 @@ from tailscope.store import Trace
 
 #: Rounds the clocks are fitted to, evenly taken; more make them no better known.
 MOST_FITTED = 20_000
-#: Rows made at a time, by a thread of their own: memory does not grow with the window.
-ROWS, AHEAD = 524_288, 2
+#: Tables made ahead of who takes them, each by a thread of its own.
+AHEAD = 2
 
 
 @dataclass
@@ -50,7 +51,10 @@ class WindowWaits:
     tables: Iterator[pa.Table]
     collectives: int
     unmatched: int
-    replayed: Replayed | None
+    #: What the arrays take that `tables` and `replayed` are made from.
+    held_bytes: int
+    #: What the window's steps would take if something were otherwise. Reads what `tables` does, and may run beside them.
+    replayed: Callable[[], Replayed | None]
 
 
 def compare(trace: Trace, window: Window) -> WindowWaits:
@@ -71,7 +75,10 @@ def compare(trace: Trace, window: Window) -> WindowWaits:
     rounds = [replace(r, step=step) for r, step in zip(rounds, steps, strict=True)]
     exits = _exits(rounds, ranks)
     tables = (table for r in rounds for table in _tables(window, r, ranks, clocks, exits))
-    return WindowWaits(clocks, tables, collectives, unmatched, replay(rounds, ranks, _telling(clocks)))
+    held = sum(rank.held_bytes for rank in ranks) + sum(r.group.place.nbytes for r in rounds)
+    held += sum(of_rank.nbytes for of_rank in exits)
+    replayed = partial(replay, rounds, ranks, _telling(clocks))
+    return WindowWaits(clocks, tables, collectives, unmatched, held, replayed)
 
 
 def _telling(clocks: Sequence[Clock]) -> list[int]:
@@ -128,26 +135,32 @@ def _met(group: Group, ranks: list[RankCollectives]) -> Rounds:
     if not place.shape[1]:
         nothing = np.empty(0)
         return Rounds(group, np.empty(0, np.int64), *[nothing] * 5)
+    parts = [_of_part(part, ranks) for part in group.parts()]
+    kind, size, transfer, first, last = (np.concatenate(values) for values in zip(*parts, strict=True))
+    size = size_class(size)
+    usual, slow = against_usual(kind, size, transfer, last - first)
+    return Rounds(group, np.empty(0, np.int64), last, transfer, usual, slow, size)
+
+
+def _of_part(group: Group, ranks: list[RankCollectives]) -> tuple[Floats, ...]:
+    """Kind, bytes, transfer, and when the first and the last rank came, of rounds."""
     start, end = gather(group, [r.start_ns for r in ranks]), gather(group, [r.end_ns for r in ranks])
     kind, size = (
-        common(gather(group, [r.columns[name].astype(np.float64) for r in ranks]))
+        common(gather(group, [r.columns[name] for r in ranks], missing=UNKNOWN)).astype(np.float64)
         for name in ("kind", "bytes")
     )
     transfer = np.maximum(np.nanmin(end - start, axis=0), 0.0)
-    last = np.nanmax(start, axis=0)
-    size = size_class(size)
-    usual, slow = against_usual(kind, size, transfer, last - np.nanmin(start, axis=0))
-    return Rounds(group, np.empty(0, np.int64), last, transfer, usual, slow, size)
+    return kind, size, transfer, np.nanmin(start, axis=0), np.nanmax(start, axis=0)
 
 
 def _exits(rounds: Sequence[Rounds], ranks: list[RankCollectives]) -> list[Floats]:
     """For each rank, by collective: how much later than the others it left, 0 where nobody else is known; negative: sooner."""
     exits = [np.zeros(len(rank.start_ns)) for rank in ranks]
-    for r in rounds:
-        end = gather(r.group, [rank.end_ns for rank in ranks])
+    for part in (part for r in rounds for part in r.group.parts()):
+        end = gather(part, [rank.end_ns for rank in ranks])
         # The median of two is half-way between them.
         apart = (end - median_of(end)) * np.where(np.sum(np.isfinite(end), axis=0) == 2, 2.0, 1.0)
-        for place, of_rank, row in zip(r.group.place, exits, apart, strict=True):
+        for place, of_rank, row in zip(part.place, exits, apart, strict=True):
             of_rank[place[place >= 0]] = row[place >= 0]
     return exits
 
@@ -156,8 +169,7 @@ def _tables(
     window: Window, rounds: Rounds, ranks: list[RankCollectives], clocks: list[Clock], exits: list[Floats]
 ) -> Iterator[pa.Table]:
     """Rows of `rank_rounds` for the rounds of a group, some rounds a table, a few tables ahead of who takes them."""
-    size = max(1, ROWS // len(ranks))
-    parts = [slice(first, first + size) for first in range(0, len(rounds.last_ns), size)]
+    parts = rounds.group.slices()
 
     def table(part: slice) -> pa.Table:
         return _table(window, rounds.some(part), part.start, ranks, clocks, exits)
@@ -193,18 +205,29 @@ def _table(
     own[~np.isfinite(work_late)] = 0.0
     verdict = verdicts(stay, last - start, rounds.transfer_ns, float(error.max()))
     phase, in_phase = _late_phase(group, ranks, late, work_late, work_others)
-    row, column = np.nonzero(present)
+    everyone = bool(present.all())
     places = [place[here] for place, here in zip(group.place, present, strict=True)]
+
+    def rows(values: NDArray[Any]) -> NDArray[Any]:
+        """ranks x rounds as rows, those of one rank behind those of another."""
+        return values.reshape(-1) if everyone else values[present]
+
+    def of_rounds(values: NDArray[Any]) -> NDArray[Any]:
+        return rows(np.broadcast_to(values, present.shape))
+
+    def of_ranks(values: NDArray[Any]) -> NDArray[Any]:
+        return rows(np.broadcast_to(values[:, None], present.shape))
 
     def told(name: str) -> Ints:
         return np.concatenate([r.columns[name][place] for r, place in zip(ranks, places, strict=True)])
 
     kind = told("kind")
-    is_late = late[column] == row
+    start, end, stay = rows(start), rows(end), rows(stay)
+    row = np.arange(len(ranks))[:, None]
+    is_late = rows(late == row)
     origin = window.span_ns[0]
     # In an exchange of unequal parts a rank may have waited for some of the others only: all of its stay may be transfer.
-    exchange = kind == EXCHANGE
-    after_last = np.maximum(end[present] - last[column], 0.0)
+    exchange, transfer, came = kind == EXCHANGE, of_rounds(rounds.transfer_ns), of_rounds(last)
     by_round = {
         "transfer_ns": pa.array(whole(rounds.transfer_ns)),
         "usual_transfer_ns": _rounded(rounds.usual_ns),
@@ -215,33 +238,37 @@ def _table(
         "phase_work_ns": _rounded(in_phase[0]),
         "phase_others_ns": _rounded(in_phase[1]),
         "ranks": pa.array(np.sum(present, axis=0)),
+        "round": pa.array(every + first_round),
+        "late_phase": _named(WORK, pa.array(phase)),
     }
-    of_round = pa.array(column)
+    column = pa.array(of_rounds(every))
     columns: dict[str, Any] = {
-        "window": pa.repeat(pa.scalar(window.number), len(row)),
-        "group": pa.repeat(pa.scalar(group.name), len(row)),
-        "round": column + first_round,
-        "rank": np.array(window.ranks)[row],
-        "complete": pa.repeat(pa.scalar(group.complete), len(row)),
+        "window": pa.repeat(pa.scalar(window.number), len(kind)),
+        "group": pa.repeat(pa.scalar(group.name), len(kind)),
+        "rank": of_ranks(np.array(window.ranks)),
+        "complete": pa.repeat(pa.scalar(group.complete), len(kind)),
         "kind": _named(KINDS, pa.array(kind)),
         "phase": _named(PHASES, _nullable(told("phase"))),
         "step": _nullable(told("step")),
         "layer": _nullable(told("layer")),
-        "start_ns": whole(start[present]) + origin,
-        "end_ns": whole(end[present]) + origin,
-        "wait_ns": whole(last[column] - start[present]),
-        "transfer_low_ns": whole(np.where(exchange, after_last, rounds.transfer_ns[column])),
-        "transfer_high_ns": whole(np.where(exchange, stay[present], rounds.transfer_ns[column])),
-        "exit_ns": whole(gather(group, exits)[present]),
-        "work_ns": _rounded(work[present]),
+        "start_ns": whole(start) + origin,
+        "end_ns": whole(end) + origin,
+        "wait_ns": whole(came - start),
+        "transfer_low_ns": whole(np.where(exchange, np.maximum(end - came, 0.0), transfer)),
+        "transfer_high_ns": whole(np.where(exchange, stay, transfer)),
+        "exit_ns": whole(rows(gather(group, exits))),
+        "work_ns": _rounded(rows(work)),
         "is_last": is_late,
-        "is_shortest": shortest[column] == row,
-        "caused_ns": np.where(is_late, whole(caused)[column], 0),
-        "own_ns": np.where(is_late, whole(own)[column], 0),
-        "error_ns": error[row],
+        "is_shortest": rows(shortest == row),
+        "caused_ns": np.where(is_late, of_rounds(whole(caused)), 0),
+        "own_ns": np.where(is_late, of_rounds(whole(own)), 0),
+        "error_ns": of_ranks(error),
         "tokens": _nullable(told("tokens")),
-        "late_phase": _named(WORK, pa.array(phase[column])),
-        **{name: values.take(of_round) for name, values in by_round.items()},
+        # Where every rank is in every round those of each rank are the rounds again, held once.
+        **{
+            name: pa.chunked_array([values] * len(ranks)) if everyone else values.take(column)
+            for name, values in by_round.items()
+        },
     }
     return pa.table(columns)
 
@@ -262,11 +289,11 @@ def _late_phase(
     best, chosen = np.full(rounds, -np.inf), np.full(rounds, OTHER)
     mine, theirs = np.zeros(rounds), np.zeros(rounds)
     # What no rank did cannot be it; `other` is what there is without any phase.
-    some = [i for i in range(len(WORK)) if i != OTHER and any(r.work_by_phase[:, i].any() for r in ranks)]
+    some = [i for i in range(len(WORK)) if i != OTHER and any(r.work_by_phase[i].any() for r in ranks)]
     if not some:
         return chosen, (np.nan_to_num(work_late), np.nan_to_num(work_others))
     for index in [*some, OTHER]:
-        values = gather(group, [r.work_by_phase[:, index] for r in ranks])
+        values = gather(group, [r.work_by_phase[index] for r in ranks])
         of_late, of_others = _late_and_others(values, late)
         more = np.nan_to_num(of_late - of_others, nan=-np.inf) > best
         best = np.where(more, of_late - of_others, best)
