@@ -54,7 +54,7 @@ def test_what_is_acknowledged_is_on_the_disk_before_the_segment_is_closed(tmp_pa
     copy = tmp_path / "copy"
     copy.mkdir()
     (copy / path.name).write_bytes(path.read_bytes())
-    assert recover(copy, "spans") == 0
+    assert recover(copy, "spans") == (0, [])
     assert ids_in(copy) == ["a"]
     journal.close()
 
@@ -71,11 +71,14 @@ def test_a_torn_end_costs_only_frames_that_are_not_whole(
         data[-1 - flip] ^= 0xFF
     (folder / "spans-0000000000000000001-aaaaaaaa.open").write_bytes(data)
 
-    lost = recover(folder, "spans")
+    lost, aside = recover(folder, "spans")
 
     kept = ids_in(folder)
     assert kept == list("abc")[: len(kept)]
-    assert lost == len(data) - sum(map(len, frames[: len(kept)]))
+    cut_off = bytes(data[sum(map(len, frames[: len(kept)])) :])
+    assert lost + sum(path.stat().st_size for path in aside) == len(cut_off)
+    # Frames behind one that is damaged were acknowledged: they are not called lost, and nothing of them goes.
+    assert [path.read_bytes() for path in aside] == ([cut_off] if journals.MAGIC in cut_off[1:] else [])
     damaged_from = len(data) - 1 - flip if flip is not None and flip < len(data) else len(data)
     whole = [i for i in range(3) if sum(map(len, frames[: i + 1])) <= damaged_from]
     assert len(kept) == len(whole)

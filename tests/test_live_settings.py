@@ -111,6 +111,18 @@ def test_files_as_prometheus_has_them(tmp_path: Path) -> None:
     ]
 
 
+def test_files_in_yaml_are_the_same(tmp_path: Path) -> None:
+    (tmp_path / "t.yml").write_text("- targets: [a:1, 'b:2']\n  labels: {instance: engine}\n")
+    (tmp_path / "u.yaml").write_text("- targets: [c:3\n")
+    (tmp_path / "v.yaml").write_text("!!python/object/apply:os.system [true]\n")
+    found, problems = found_by(Scrape(files=(str(tmp_path / "*"),)))
+    assert found == [Target("http://a:1/metrics", "engine"), Target("http://b:2/metrics", "engine")]
+    assert [problem.split(": cannot be read as YAML: ")[0] for problem in problems] == [
+        str(tmp_path / "u.yaml"),
+        str(tmp_path / "v.yaml"),
+    ]
+
+
 @pytest.mark.parametrize(
     "text", ["", "{", "{}", '[{"targets": [1]}]', '[{"labels": {}}]', '[{"targets": ["a"]}]', "[1]"]
 )

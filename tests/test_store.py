@@ -344,3 +344,12 @@ def test_foreign_sources_of_any_shape_do_no_harm(tmp_path: Path) -> None:
     foreign(tmp_path / "requests" / "x.parquet", arrival_ns=[1], instance=["a"])
     assert instances(tmp_path) == {1: "a"}
     assert SOURCES.name in BY_NAME
+
+
+def test_a_trace_without_anything_so_late_says_so(tmp_path: Path) -> None:
+    part = tmp_path / "t" / "requests" / "2026-01-01T00"
+    part.mkdir(parents=True)
+    pq.write_table(REQUESTS.batch({"request_id": ["a"]}), part / "part-0.parquet")
+    late_ns = 1_800_000_000 * 10**9
+    with pytest.raises(UsageError, match=r"holds no table written after 2027-01-1\d \d\d:00 UTC"):
+        Trace(tmp_path / "t", since_ns=late_ns)

@@ -248,20 +248,29 @@ def _rows(payload: bytes) -> tuple[Table, pa.Table, Tally]:
     return table, rows, tally
 
 
-def recover(folder: Path, name: str) -> int:
-    """Close the segments of a writer that died; bytes cut off, which nobody was told were accepted."""
-    cut = 0
+def recover(folder: Path, name: str) -> tuple[int, list[Path]]:
+    """Close the segments of a writer that died. Returns the bytes cut off at their ends, of a frame that was not whole and that nobody
+    was told was accepted; and files with what stood from a place on that is damaged though frames follow it."""
+    cut, aside = 0, []
     for path in folder.glob(f"{name}-*{OPEN}"):
         with path.open("r+b") as file:
             whole = sum(_HEADER.size + len(payload) for payload in _payloads(file.read))
-            cut += path.stat().st_size - whole
+            file.seek(whole)
+            rest = file.read()
+            if rest.find(MAGIC, 1) < 0:
+                cut += len(rest)
+            else:
+                aside.append(path.with_suffix(DAMAGED))
+                with aside[-1].open("wb") as damaged:
+                    damaged.write(rest)
+                    os.fsync(damaged.fileno())
             file.truncate(whole)
             os.fsync(file.fileno())
         if whole:
             path.rename(path.with_suffix(CLOSED))
         else:
             path.unlink()
-    return cut
+    return cut, aside
 
 
 def segments(folder: Path) -> list[Segment]:

@@ -81,7 +81,7 @@ class Server:
         serve = self._serve
         with _held(serve.trace):
             try:
-                cut = sum(journals.recover(self._folder, name) for name in (SPANS, PAGES))
+                recovered = [journals.recover(self._folder, name) for name in (SPANS, PAGES)]
                 journal = Journal(
                     self._folder,
                     SPANS,
@@ -90,9 +90,13 @@ class Server:
                 )
             except OSError as error:
                 raise UsageError(f"{self._folder}: cannot write: {error.strerror}") from error
-            if cut:
+            if cut := sum(size for size, _ in recovered):
                 self.say(
                     f"{cut:,} bytes of the journal were not whole and had been acknowledged to nobody: cut off"
+                )
+            for damaged in (path for _, aside in recovered for path in aside):
+                self.say(
+                    f"the journal is damaged, and rows that were acknowledged may be lost: see {damaged}"
                 )
             options = Options(attributes=serve.config.attributes, hash_ids=serve.hash_ids)
             intake = Intake(journal, options, self.health, self._requests.add)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from tailscope.errors import UsageError
 from tailscope.live.settings import Address, Scrape, address, url_of
 
@@ -48,12 +50,14 @@ async def targets_of(scrape: Scrape) -> tuple[list[Target], list[str]]:
 
 
 def _of_file(path: Path, scrape: Scrape) -> list[Target]:
-    """`[{"targets": ["HOST:PORT"], "labels": {…}}]` in JSON. The labels `instance`, `__scheme__` and `__metrics_path__`
-    count. Raises UsageError."""
+    """`[{"targets": ["HOST:PORT"], "labels": {…}}]` in JSON or, in a `.yml` or `.yaml`, the same in YAML. The labels `instance`,
+    `__scheme__` and `__metrics_path__` count. Raises UsageError."""
+    written = "YAML" if path.suffix in (".yml", ".yaml") else "JSON"
     try:
-        groups = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: cannot be read as JSON: {error}") from error
+        text = path.read_bytes()
+        groups = yaml.safe_load(text) if written == "YAML" else json.loads(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UsageError(f"{path}: cannot be read as {written}: {error}") from error
     if not isinstance(groups, list):
         raise UsageError(f"{path}: must be a list of groups with targets")
     found = []
