@@ -125,6 +125,15 @@ class Server:
         self.process.wait(120)
 
 
+async def watch_memory(server: Server, stop: asyncio.Event) -> list[float]:
+    """MB, every few seconds."""
+    megabytes = []
+    while not stop.is_set():
+        megabytes.append(server.memory_mb())
+        await asyncio.sleep(5.0)
+    return megabytes
+
+
 async def look_at_metrics(port: int, stop: asyncio.Event) -> list[float]:
     seconds = []
     async with aiohttp.ClientSession() as session:
@@ -152,10 +161,11 @@ async def measure(
         try:
             await server.ready()
             await asyncio.sleep(2.0)
-            before, memory, served = server.cpu_s(), server.memory_mb(), fleet.served
+            before, served = server.cpu_s(), fleet.served
             began = time.monotonic()
             stop = asyncio.Event()
             looking = asyncio.create_task(look_at_metrics(server.metrics, stop))
+            watching = asyncio.create_task(watch_memory(server, stop))
             exports = Exports()
             sent = Sent()
             if spans:
@@ -165,8 +175,8 @@ async def measure(
                 await asyncio.sleep(seconds)
             wall = time.monotonic() - began
             stop.set()
-            looks = await looking
-            after, memory_after = server.cpu_s(), server.memory_mb()
+            looks, megabytes = await looking, await watching
+            after = server.cpu_s()
             used = {k: (after[k] - before.get(k, 0.0)) / wall for k in after}
         finally:
             server.stop()
@@ -187,7 +197,8 @@ async def measure(
         print(f"  {scraped:.1f} pages/s of {engines} engines, {samples:,} samples stored")
     if looks:
         print(f"  /metrics p50 {np.median(looks) * 1e3:.0f} ms, worst {max(looks) * 1e3:.0f} ms")
-    print(f"  memory {memory:.0f} MB at first, {memory_after:.0f} MB at the end (unique to the processes)")
+    tenths = [f"{part.mean():,.0f}" for part in np.array_split(megabytes, min(10, len(megabytes)))]
+    print(f"  memory, MB, mean of each tenth of the time: {', '.join(tenths)} (unique to the processes)")
 
 
 def main() -> None:
