@@ -35,7 +35,7 @@ FULL = {"fault": (12, 6, 6), "pair": (8, 8, 6), "decoy": (16, 16, 8)}
 SHORT = {"fault": (1, 0, 0), "pair": (1, 0, 0), "decoy": (1, 0, 0)}
 FULL_NULLS, SHORT_NULLS = 2_000, 40
 #: Of the seeds that report: lower ones have been looked at while rules were changed.
-REPORTS_FROM = 1_000
+REPORTS_FROM = 2_000
 
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -131,6 +131,9 @@ def main() -> int:
     parser.add_argument(
         "--share", type=float, default=1.0, help="play so many times the worlds, at least one of each kind"
     )
+    parser.add_argument(
+        "--decoy-share", type=float, help="likewise of decoys alone: false alarms are to be rarer than misses"
+    )
     parser.add_argument("--family", action="append", help="only this kind; may be given again")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--output", type=Path, help="store the result here instead of in docs/")
@@ -141,7 +144,8 @@ def main() -> int:
     counts: Mapping[str, Sequence[int]] = SHORT
     null_worlds = SHORT_NULLS
     if not arguments.short:
-        counts = {kind: [max(1, round(arguments.share * n)) for n in each] for kind, each in FULL.items()}
+        shares = {kind: arguments.share for kind in FULL} | {"decoy": arguments.decoy_share or arguments.share}
+        counts = {kind: [max(1, round(shares[kind] * n)) for n in each] for kind, each in FULL.items()}
         null_worlds = FULL_NULLS
     tests = [test.__name__ for test in nulls.TESTS]
     kept = None
