@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
+from queues import too_much
 
 from tailscope.sim.engine import simulate
 from tailscope.sim.scenario import (
@@ -175,9 +176,10 @@ def squeezed(rng: Rng, strength: float) -> Scenario:
     """Answers whose KV cache does not fit together, for a hundredth of the time at strength 1."""
     load = chat(rng, uniform(rng, 4, 9), output_tokens=Sizes(uniform(rng, 250, 450), 0.4, 50, 900))
     one = world(rng, load, engine=engine(rng, max_model_len=1_408))
-    return replace(
-        short_of_cache(one, 0.01 * strength), causes=(Cause("preemption-storm", None, ("<512",), ROOMY),)
-    )
+    one = short_of_cache(one, 0.01 * strength)
+    storm = Cause("preemption-storm", None, ("<512",), ROOMY)
+    # What is computed again, and what does not fit at all, may queue for as long as the burst lasts.
+    return replace(one, causes=(storm, *too_much(one)))
 
 
 def ranked(rng: Rng) -> dict[str, object]:
