@@ -141,3 +141,8 @@ def test_a_burst_that_fills_an_engine_for_half_a_minute_is_too_much_whatever_the
 ) -> None:
     family = next(f for f in FAMILIES if f.name == "slots full of short answers")
     assert [cause.rule for cause in family.world(1.0, seed).causes] == labels
+
+
+def test_what_waits_at_a_gateway_is_seen_by_somebody_in_the_files_too() -> None:
+    played = play("seen at the gateway", 1, 7, "files")
+    assert score.outcome(played) == "top-1"
