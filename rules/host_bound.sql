@@ -1,10 +1,14 @@
 -- One row per window and rank of a GPU whose profile has launches, and one per engine whose steps have a measured start: how much of its steps' time nothing was launched.
-WITH sampled AS (
+WITH near AS (
+    SELECT k, max(end_ns - start_ns) OVER (PARTITION BY instance, engine ORDER BY k ROWS BETWEEN 2 PRECEDING AND 2 FOLLOWING) AS longest_ns FROM steps
+),
+sampled AS (
     SELECT i."window", i.rank, w.instance, w.engine, i.step, true AS on_gpu,
            i.launch_wait_ns AS idle_ns, coalesce(i.gap_launch_wait_ns, 0) AS gap_ns, i.span_ns + coalesce(i.gap_before_ns, 0) AS time_ns,
            i.kernels, i.launches, i.cpu_step_ns, t.decode_requests,
-           -- Whether the engine had something to do before the step; unknown where its own steps are.
-           s.k IS NOT NULL AND s.start_ns = b.end_ns AS was_busy
+           -- Whether the engine had something to do before the step; unknown where its own steps are. A gap that is longer than each
+           -- of its steps thereabouts lies between them: it had nothing to do, though the profile's steps are matched one too late.
+           s.k IS NOT NULL AND s.start_ns = b.end_ns AND coalesce(i.gap_before_ns, 0) <= n.longest_ns AS was_busy
     FROM rank_idle i
     JOIN rank_windows w ON w."window" = i."window" AND w.rank = i.rank AND w.used
     LEFT JOIN (SELECT source, rank, iteration, any_value(decode_requests) AS decode_requests FROM iterations GROUP BY ALL) t
@@ -12,6 +16,7 @@ WITH sampled AS (
     LEFT JOIN rank_steps r ON r."window" = i."window" AND r.rank = i.rank AND r.step = i.step
     LEFT JOIN steps s ON s.k = r.k
     LEFT JOIN steps b ON b.k = r.k - 1 AND b.instance = s.instance AND b.engine IS NOT DISTINCT FROM s.engine
+    LEFT JOIN near n ON n.k = s.k
     WHERE i.step IS NOT NULL AND i.launch_wait_ns IS NOT NULL AND i.span_ns > 0
     UNION ALL
     SELECT NULL, NULL, instance, engine, k, false, start_ns - before_ns, start_ns - before_ns, end_ns - before_ns, NULL, NULL, NULL,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from tailscope.model import Decision, Evidence, Finding, Party, Remedy, Rows, Rule, Threshold, severity_of
+from tailscope.stats import at_least
 
 from . import _alerts, _prefill, _tails
 
@@ -31,7 +32,7 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
         )
     judged = [row for row in rows if row["klass"] is not None]
     hurt = [row for row in judged if matters(row, limits)]
-    noisy = [row for row in hurt if stands_out(row, limits) and takes_more(row, limits)]
+    noisy = [row for row in hurt if stands_out(row, limits) and takes_more(row, len(judged), limits)]
     always = [row for row in judged if row not in noisy and holds_up_all(row, limits)]
     findings = tuple(finding(group) for group in by_tenant(noisy, always))
     if findings:
@@ -85,9 +86,10 @@ def stands_out(row: Row, limits: Mapping[str, float]) -> bool:
     return times(row) >= limits["stands_out"]
 
 
-def takes_more(row: Row, limits: Mapping[str, float]) -> bool:
+def takes_more(row: Row, tried: int, limits: Mapping[str, float]) -> bool:
     """Whether it is waited for more than its part of the load alone would make others wait: something that is scarce, in
-    bursts, or behind long prompts. Steps shared with whoever sends most are what a large tenant is.
+    bursts, or behind long prompts. Steps shared with whoever sends most are what a large tenant is. `tried`: of how many
+    tenants, classes and metrics this was asked.
 
     By token, so that a tenant that sends nearly all of it can still be waited for more than its part."""
     scarce = row["budget_s"] + row["slots_s"] + row["kv_s"]
@@ -95,9 +97,16 @@ def takes_more(row: Row, limits: Mapping[str, float]) -> bool:
     by_token = part(row["suspect_tail_s"], row["prefill_tokens"])
     others_by_token = part((row["tenants"] - 1) * row["rest_tail_s"], others_tokens)
     lift = by_token / max(others_by_token, 1e-12)
-    return bool(
-        scarce >= row["blamed_s"] / 2 or lift >= limits["lift"] or row["prompt_ratio"] >= limits["longer"]
-    )
+    lifted = lift >= limits["lift"] and by_chance(row) * tried <= limits["chance"]
+    return bool(scarce >= row["blamed_s"] / 2 or lifted or row["prompt_ratio"] >= limits["longer"])
+
+
+def by_chance(row: Row) -> float:
+    """How likely the tail would wait for it as much as it did, if each time it waited for somebody in proportion to what all
+    send. Who sends nearly all is all that a few slow requests met, and whoever of equal tenants came by chance is too."""
+    waited = row["suspect_tail_s"] + (row["tenants"] - 1) * row["rest_tail_s"]
+    usual = part(row["prefill_tokens"], row["all_prefill_tokens"])
+    return at_least(part(row["suspect_tail_s"], waited) * row["spells"], row["spells"], usual)
 
 
 def holds_up_all(row: Row, limits: Mapping[str, float]) -> bool:
@@ -185,8 +194,15 @@ def finding(hurt: Sequence[Row]) -> Finding:
         remedies=remedies(worst),
         confirm_by=RULE.confirm_by,
         claims=claims(worst),
-        explains={f"{r['klass']}\t{r['metric']}": r["class_s"] for r in hurt if in_tail and r["class_s"] > 0},
+        explains=explained(hurt) if in_tail else {},
     )
+
+
+def explained(hurt: Sequence[Row]) -> dict[str, float]:
+    """What of the classes' excess is due to it; where that is nothing, since others are few, what of the others' own, so that
+    it is weighed whether they feel it."""
+    of_class = {f"{r['klass']}\t{r['metric']}": r["class_s"] for r in hurt if r["class_s"] > 0}
+    return of_class or {f"{r['klass']}\t{r['metric']}\tothers": r["blamed_s"] for r in hurt}
 
 
 def claims(row: Row) -> str:
@@ -266,6 +282,13 @@ RULE = Rule(
             2.0,
             "x",
             "Who is waited for in proportion to what it sends is large, not noisy: by token it is the others' twice over.",
+        ),
+        Threshold(
+            "chance",
+            0.05,
+            "0-1",
+            "Of all tenants, classes and metrics that were tried, as rarely as a test at 95 % may be wrong: a tail of five that met "
+            "the one who sends 96 % of all says nothing.",
         ),
         Threshold("longer", 4, "x", "Prompts a few times as long are what others wait behind."),
         Threshold("level", 0.3, "0-1", "A third of all the time: there is no tail where everybody waits."),

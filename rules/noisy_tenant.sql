@@ -5,7 +5,7 @@ SELECT
     b.klass, b.metric, b.n, b.p50_s, b.tail_rule, b.tail_n, b.excess_s,
     b.prefill_before + b.prefill_beside + b.prefill_in_decode AS prefill_s, b.budget AS budget_s, b.slots AS slots_s,
     b.kv + b.preempted AS kv_s, b.blamed_s, b.suspect_tail_s, b.rest_tail_s, b.suspect_mean_s, b.scarce_mean_s, b.mean_s, b.prompt_ratio,
-    b.class_s, b.victims, b.first_ns, b.last_ns,
+    b.class_s, b.spells, b.victims, b.first_ns, b.last_ns,
     coalesce(k.slo_broken, false) AS slo_broken,
     (SELECT sum(prefill_tokens) FROM tenants) AS all_prefill_tokens,
     (SELECT sum(mean_tokens) FROM tenants) AS all_mean_tokens,

@@ -36,7 +36,16 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
     hurt = sorted((row for row in rows if matters(row, limits)), key=share, reverse=True)
     if not hurt:
         return Decision("clear", f"{said}, but it costs no class's tail enough to be felt")
-    return Decision("found", said, (finding(hurt, limits),))
+    enough = [
+        row for row in hurt if row["class_requests"] is None or row["class_requests"] >= limits["requests"]
+    ]
+    if not enough:
+        few = hurt[0]["class_requests"]
+        return Decision(
+            "inconclusive",
+            f"{said}, but {_tails.counted(few, 'request')} of class {hurt[0]['klass']} that met it are too few to plan a split by",
+        )
+    return Decision("found", said, (finding(enough, limits),))
 
 
 def share(row: Row) -> float:
@@ -181,6 +190,12 @@ RULE = Rule(
     thresholds=(
         Threshold("split", 10, "x", "Known practice: plan a split from ten times the median on."),
         Threshold("services", 50, "x", "Known practice: from fifty times on these are two services."),
+        Threshold(
+            "requests",
+            20,
+            "requests",
+            "Of fewer a class gets counts only: their hundreds of token gaps may all have met one long prompt.",
+        ),
         _tails.SHARE,
         _prefill.SLOWDOWN,
         _prefill.GAP,

@@ -41,6 +41,8 @@ tails AS (
 SELECT
     k.klass, k.metric, k.p50_s, k.excess_s, k.tail_rule, k.slo_broken,
     p.instance, p.median_tokens, p.largest_tokens, p.ratio,
+    -- Of ITL n counts gaps: how many requests they are of say the other metrics.
+    (SELECT max(r.n) FROM class_rows r WHERE r.klass = k.klass AND r.metric <> 'ITL') AS class_requests,
     coalesce(t.blamed_s, 0) AS blamed_s, t.tail_s, coalesce(t.long_tail_s, 0) AS long_tail_s,
     o.*, w.*, b.*,
     -- Steps that do not cover the requests (another zone, another time) say nothing of them.

@@ -47,11 +47,12 @@ leads AS (
     FROM (FROM by_step WHERE own_ns > 0 QUALIFY row_number() OVER (PARTITION BY "window", at_step ORDER BY own_ns DESC, rank) = 1)
     GROUP BY "window", rank
 ),
--- Tokens of a rank's own batches and of the others', and whether its engine has more to prefill than they have.
+-- Tokens of a rank's own batches and of the others', and whether its engine has more to prefill than they have. Of the ranks whose
+-- batches are told at other times those that tell of none now have none: their engine takes an empty one so that all can go on.
 batches AS (
     SELECT *, (sum(tokens) OVER together - tokens) / nullif(count(*) OVER together - 1, 0) AS others_tokens,
-           coalesce(prefill_tokens * (count(*) OVER together - 1) > sum(prefill_tokens) OVER together - prefill_tokens, false) AS is_loaded
-    FROM (
+           coalesce(prefill_tokens * (max(nth) OVER (PARTITION BY "window") - 1) > sum(prefill_tokens) OVER together - prefill_tokens, false) AS is_loaded
+    FROM (SELECT *, dense_rank() OVER (PARTITION BY "window" ORDER BY rank) AS nth FROM (
         SELECT r."window", r.at_step, r.rank, any_value(i.tokens) AS tokens, any_value(i.prefill_tokens) AS prefill_tokens
         FROM (SELECT DISTINCT "window", at_step, rank, step FROM rounds WHERE step IS NOT NULL) r
         JOIN rank_windows w ON w."window" = r."window" AND w.rank = r.rank AND w.used
@@ -59,7 +60,7 @@ batches AS (
               WHERE rank IS NOT NULL AND prefill_tokens IS NOT NULL) i
           ON i.source = w.source AND i.rank = r.rank AND i.iteration = r.step
         GROUP BY r."window", r.at_step, r.rank
-    ) WINDOW together AS (PARTITION BY "window", at_step)
+    )) WINDOW together AS (PARTITION BY "window", at_step)
 ),
 -- Steps in which a rank loses much, in one place where the others do not, and not for its engine's prefill.
 lost AS (

@@ -154,6 +154,12 @@ def share_interval(share: float, n_eff: float) -> tuple[float, float]:
     return max(0.0, float(centre - half)), min(1.0, float(centre + half))
 
 
+def at_least(count: float, n: float, p: float) -> float:
+    """Probability that of `n` independent samples, of which each counts with probability `p`, `count` or more do: the binomial
+    tail through the incomplete beta function, as effective samples are no whole number."""
+    return 1.0 if count <= 0 else float(betainc(count, max(n - count, 0.0) + 1, p))
+
+
 def allows_quantile(q: float, n_eff: float) -> bool:
     """Whether enough effective samples lie beyond quantile q for it to be stated."""
     return n_eff * (1 - q) >= MIN_TAIL_SAMPLES

@@ -133,3 +133,16 @@ def test_a_suspect_is_innocent_with_the_same_load() -> None:
             # It is by the first load that a suspect's cost is told.
             mine, same = before.planned[before.load == 0], after.planned[after.load == 0]
             assert len(mine) == len(same) and (mine == same).all()
+
+
+@pytest.mark.parametrize(("seed", "labels"), [(1, []), (17, ["queue-saturation"])])
+def test_a_burst_that_fills_an_engine_for_half_a_minute_is_too_much_whatever_the_world_shows(
+    seed: int, labels: list[str]
+) -> None:
+    family = next(f for f in FAMILIES if f.name == "slots full of short answers")
+    assert [cause.rule for cause in family.world(1.0, seed).causes] == labels
+
+
+def test_what_waits_at_a_gateway_is_seen_by_somebody_in_the_files_too() -> None:
+    played = play("seen at the gateway", 1, 7, "files")
+    assert score.outcome(played) == "top-1"

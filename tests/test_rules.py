@@ -78,7 +78,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "tenant_blame": {
         "tail_rule": "above p99", "tail_n": 10, "prefill_before": 0.0, "prefill_beside": 0.0, "budget": 0.0, "slots": 0.0, "kv": 0.0,
-        "prefill_in_decode": 0.0, "preempted": 0.0, "suspect_mean_s": 0.0, "scarce_mean_s": 0.0, "mean_s": 1.0, "prompt_ratio": 1.0, "first_ns": 10, "last_ns": 90,
+        "prefill_in_decode": 0.0, "preempted": 0.0, "suspect_mean_s": 0.0, "scarce_mean_s": 0.0, "mean_s": 1.0, "prompt_ratio": 1.0, "spells": 10, "first_ns": 10,
+        "last_ns": 90,
     },
     "class_work": {"instance": "a"},
     "chunks": {"instance": "a", "engine": 0},
@@ -206,6 +207,7 @@ def shown(finding: Finding, keys: set[str]) -> dict[str, Any]:
         "title": finding.title,
         "victims": [victim.id for victim in finding.victims],
         "share_of_tail": finding.share_of_tail,
+        "explains": dict(finding.explains),
         "window_ns": None if finding.window_ns is None else list(finding.window_ns),
     }
     return {key: values[key] for key in keys}

@@ -146,3 +146,21 @@ def test_who_asked_to_be_served_after_others_blames_none_of_them_for_slots(diagn
             (["holds"], True) if not priority else ([], False)
         )
     assert asked[0] > 0 and not asked[5]
+
+
+def test_slow_requests_that_wait_at_once_are_one_spell(diagnosed: Any) -> None:
+    """Twenty-four that queue behind one another's long prompt, three times: the tail has three spells, not its number."""
+    long = Load(
+        "bulk",
+        arrivals="at",
+        times_s=(10.0, 30.0, 50.0),
+        prompts=(12_000,) * 3,
+        outputs=(2,) * 3,
+        tenant="bulk",
+    )
+    trace, _ = diagnosed(world(CHAT, long))
+    (blame,) = trace.rows(
+        "SELECT tail_n, spells FROM tenant_blame WHERE culprit = 'bulk' AND metric = 'TTFT'"
+    )
+    assert blame["tail_n"] > 6
+    assert 3 <= blame["spells"] < blame["tail_n"]

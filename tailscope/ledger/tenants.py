@@ -79,6 +79,7 @@ class Blame:
     mean_s: float
     prompt_ratio: float
     class_s: float
+    spells: int
     victims: list[str]
     first_ns: int
     last_ns: int
@@ -324,6 +325,10 @@ def _on_others(
             prompt_ratio=_median(load.computed[load.tenant == suspect])
             / max(_median(load.computed[others]), 1.0),
             class_s=float(of_class.get((klass, row.metric), np.zeros(len(names)))[suspect]),
+            spells=_spells(
+                arrivals[slow] + (load.ttft_ns[others][slow] if row.metric == "TPOT" else 0),
+                arrivals[slow] + (load.ttft_ns if row.metric == "TTFT" else load.e2e_ns)[others][slow],
+            ),
             first_ns=int(arrivals[slow].min()),
             last_ns=int((arrivals[slow] + load.e2e_ns[others][slow]).max()),
         )
@@ -361,6 +366,13 @@ def _even_weights(metric: str, output: Floats) -> tuple[Floats, Floats]:
     if metric == "TPOT":
         return np.zeros(len(each)), each / np.maximum(output - 1, 1)
     return each, each
+
+
+def _spells(starts: Ints, ends: Ints) -> int:
+    """How many times lie apart from each other, where those that overlap are one."""
+    order = np.argsort(starts, kind="stable")
+    reach = np.maximum.accumulate(ends[order])
+    return 1 + int((starts[order][1:] >= reach[:-1]).sum())
 
 
 def _median(values: Floats) -> float:
@@ -412,6 +424,7 @@ def _by_gaps(
                 class_s=float(
                     sum(parts[kind][suspect, place[theirs]] @ weight[theirs] for kind in GAP_KINDS)
                 ),
+                spells=_spells(start[of_tail], end[of_tail]),
                 first_ns=int(start[of_tail].min()),
                 last_ns=int(end[of_tail].max()),
             )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
+from queues import too_much
 
 from tailscope.sim.engine import simulate
 from tailscope.sim.scenario import (
@@ -175,9 +176,10 @@ def squeezed(rng: Rng, strength: float) -> Scenario:
     """Answers whose KV cache does not fit together, for a hundredth of the time at strength 1."""
     load = chat(rng, uniform(rng, 4, 9), output_tokens=Sizes(uniform(rng, 250, 450), 0.4, 50, 900))
     one = world(rng, load, engine=engine(rng, max_model_len=1_408))
-    return replace(
-        short_of_cache(one, 0.01 * strength), causes=(Cause("preemption-storm", None, ("<512",), ROOMY),)
-    )
+    one = short_of_cache(one, 0.01 * strength)
+    storm = Cause("preemption-storm", None, ("<512",), ROOMY)
+    # What is computed again, and what does not fit at all, may queue for as long as the burst lasts.
+    return replace(one, causes=(storm, *too_much(one)))
 
 
 def ranked(rng: Rng) -> dict[str, object]:
@@ -459,10 +461,19 @@ def too_few(rng: Rng, _: float) -> Scenario:
     return world(rng, load, replace(long_prompts(rng, 1.0), requests=2), duration_s=40.0)
 
 
+#: Engines of a mixture of experts wait for whichever of them prefills, whatever else a world shows.
+LOCKSTEP = {"dp-coupling": lambda one: replace(one, engine=replace(one.engine, moe=False))}
 FAMILIES: tuple[Family, ...] = (
     Family("coupling", "fault", coupling, "short requests beside prefills of long ones", (0.2, 0.5, 1, 3)),
     Family("kv-squeeze", "fault", squeezed, "a KV cache too small for what runs", (1, 3, 6, 15)),
-    Family("straggler", "fault", straggling, "one rank slower, clocks of hosts apart", (0.1, 0.25, 0.6, 1.5)),
+    Family(
+        "straggler",
+        "fault",
+        straggling,
+        "one rank slower, clocks of hosts apart",
+        (0.1, 0.25, 0.6, 1.5),
+        suspects=LOCKSTEP,
+    ),
     Family("coupling + kv-squeeze", "pair", coupling_and_squeeze, "both at once", (1, 1.5)),
     Family("coupling + straggler", "pair", coupling_and_straggler, "both at once", (1, 2)),
     Family("kv-squeeze + straggler", "pair", squeeze_and_straggler, "both at once", (0.5, 1.5)),
@@ -484,7 +495,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("long outputs", "decoy", long_outputs, "one tenant with answers ten times as long"),
     Family("gateway", "fault", at_the_gateway, "waiting and rejections moved to a gateway"),
     Family("closed loop", "fault", stall_in_closed_loop, "a stall that a closed loop hides"),
-    Family("clocks apart", "decoy", clocks_apart, "every rank's clock off, no rank slow"),
+    Family("clocks apart", "decoy", clocks_apart, "every rank's clock off, no rank slow", suspects=LOCKSTEP),
     Family(
         "simply long",
         "decoy",
@@ -504,7 +515,7 @@ FAMILIES: tuple[Family, ...] = (
         "decoy",
         engines_alike,
         "engines in step, short prompts only",
-        suspects={"dp-coupling": lambda one: replace(one, engine=replace(one.engine, moe=False))},
+        suspects=LOCKSTEP,
     ),
     Family("new shapes", "fault", new_shapes, "an engine that compiles while it serves", (0.1, 0.3)),
 )

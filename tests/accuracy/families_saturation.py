@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 from families import ROOMY, Family, Rng, chat, cost, engine, stopped, telemetry, uniform, world
+from queues import OVERLOADED
 
 from tailscope.sim.engine import simulate
 from tailscope.sim.scenario import Cause, Engine, Fault, Load, Scenario, Sizes
 
 #: Seconds for which an engine is flooded to see what it can, and of those how many count.
 FLOODED_S, COUNTED_S = 40.0, 20.0
-#: With so many instances nobody queues.
-REPLICAS = 4
 
 
 def bound_by(rng: Rng, *bounds: str) -> tuple[str, Engine, Load]:
@@ -49,9 +48,6 @@ def at_load(rng: Rng, share: float, *bounds: str) -> Scenario:
     one = world(rng, load, engine=made, cost=cost(rng))
     storm = (Cause("preemption-storm", None, ("<512",), ROOMY),) if bound == "kv" else ()
     return replace(one, loads=(replace(load, rate=share * capacity(one)),), causes=storm)
-
-
-OVERLOADED = Cause("queue-saturation", None, ("<512",), {"engine": {"replicas": REPLICAS}})
 
 
 def overloaded(rng: Rng, strength: float) -> Scenario:

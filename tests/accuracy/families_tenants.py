@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 from families import COUPLED, MIXED, Family, Rng, chat, engine, long_prompts, uniform, world
-from families_saturation import OVERLOADED
+from queues import too_much
 
-from tailscope.sim.engine import simulate
 from tailscope.sim.scenario import Cause, Load, Scenario, Sizes
 
 TENANTS = ("acme", "bolt", "cord")
@@ -48,7 +46,8 @@ def by_flood(rng: Rng, strength: float) -> Scenario:
         prompt_tokens=Sizes(uniform(rng, 200, 400), 0.3, 8, 500),
         output_tokens=Sizes(30, 0.4, 4, 100),
     )
-    return world(rng, *several(rng, uniform(rng, 5, 12)), bulk, causes=(NOISY,))
+    one = world(rng, *several(rng, uniform(rng, 5, 12)), bulk)
+    return replace(one, causes=(NOISY, *too_much(one)))
 
 
 def by_slots(rng: Rng, strength: float) -> Scenario:
@@ -98,17 +97,7 @@ def together(rng: Rng, _: float) -> Scenario:
     bursts = {"arrivals": "bursty", "burst_sigma": 1.0, "burst_s": float(rng.uniform(4, 12))}
     loads = several(rng, uniform(rng, 14, 24), common_load="day", **bursts)
     one = world(rng, *loads, engine=engine(rng, max_num_seqs=int(rng.choice([32, 64, 128]))))
-    # A day with a burst that more than fills the engine for half a minute is too much for it, whoever it comes from.
-    return replace(one, causes=(OVERLOADED,) if longest_queue_s(one) >= 30 else ())
-
-
-def longest_queue_s(one: Scenario) -> float:
-    """For how long somebody waited without a break, at most."""
-    steps = simulate(one).engines[0].steps
-    waits = steps.waiting > 0
-    begins = np.flatnonzero(waits & ~np.append(False, waits[:-1]))
-    ends = np.flatnonzero(waits & ~np.append(waits[1:], False))
-    return float((steps.end_s[ends] - steps.start_s[begins]).max(initial=0.0))
+    return replace(one, causes=too_much(one))
 
 
 def hurts_itself(rng: Rng, _: float) -> Scenario:

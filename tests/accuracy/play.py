@@ -88,6 +88,9 @@ def play(family_name: str, strength: float, seed: int, via: str) -> dict[str, An
     scenario = family.world(strength, seed)
     if via == "schedule":
         scenario = replace(scenario, telemetry=replace(scenario.telemetry, schedule=True))
+    if via == "files" and scenario.telemetry.gateway:
+        # No emitter writes a gateway's own view: without their clients' nothing would tell that requests waited there.
+        scenario = replace(scenario, telemetry=replace(scenario.telemetry, client=True))
     result = _played(scenario, family.suspects, Played(family.name, family.kind, strength, seed, via))
     result.seconds = time.perf_counter() - began
     return asdict(result)
