@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from tailscope.align import CLASS_SQL, class_macro
 from tailscope.config import Config
+from tailscope.schema import REQUESTS
 
 LABELS = ("class", "tenant", "priority", "model_name", "server")
 #: Beyond the caps, whoever it is.
@@ -131,6 +132,8 @@ class RequestMetrics:
         self._capped: dict[str, int] = {"tenant": 0, "label_set": 0}
         self._con = duckdb.connect(config={"threads": 1, "memory_limit": "256MB"})
         self._con.execute(class_macro(config.classes))
+        # DuckDB imports pandas with the first table it is given: half a second in which nobody should wait yet.
+        self._told(REQUESTS.arrow.empty_table())
 
     def close(self) -> None:
         with self._lock:
