@@ -33,7 +33,7 @@ VIAS = ("tables", "files", "schedule")
 FULL = {"fault": (12, 6, 6), "pair": (8, 8, 6), "decoy": (16, 16, 8)}
 #: Of the largest strength only.
 SHORT = {"fault": (1, 0, 0), "pair": (1, 0, 0), "decoy": (1, 0, 0)}
-FULL_NULLS, SHORT_NULLS = 2_000, 40
+FULL_NULLS, SHORT_NULLS = 2_000, 12
 #: Of the seeds that report: lower ones have been looked at while rules were changed.
 REPORTS_FROM = 2_000
 
@@ -144,7 +144,9 @@ def main() -> int:
     counts: Mapping[str, Sequence[int]] = SHORT
     null_worlds = SHORT_NULLS
     if not arguments.short:
-        shares = {kind: arguments.share for kind in FULL} | {"decoy": arguments.decoy_share or arguments.share}
+        shares = {kind: arguments.share for kind in FULL} | {
+            "decoy": arguments.decoy_share or arguments.share
+        }
         counts = {kind: [max(1, round(shares[kind] * n)) for n in each] for kind, each in FULL.items()}
         null_worlds = FULL_NULLS
     tests = [test.__name__ for test in nulls.TESTS]
