@@ -16,9 +16,9 @@ from tailscope.cli_dashboards import dashboards
 from tailscope.errors import BadInput, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
     from tailscope.align import Scope
     from tailscope.compare.untested import Untested
@@ -44,6 +44,13 @@ PIPE_WIDTH = 140
 class Format(StrEnum):
     text = "text"
     json = "json"
+
+
+class ReportFormat(StrEnum):
+    text = "text"
+    json = "json"
+    markdown = "markdown"
+    github = "github"
 
 
 class TableFormat(StrEnum):
@@ -78,6 +85,12 @@ FromOption = Annotated[
 ToOption = Annotated[str | None, typer.Option("--to", help="... and before this time.")]
 LastOption = Annotated[str | None, typer.Option("--last", help="The last 30s, 15m, 2h or 1d of the trace.")]
 InstanceOption = Annotated[str | None, typer.Option("--instance", help="Only this instance.")]
+ReportFormatOption = Annotated[
+    ReportFormat,
+    typer.Option(
+        help="text for people, json for programs, markdown for tickets and pull requests, github for annotations."
+    ),
+]
 ClassOption = Annotated[str | None, typer.Option("--class", help="Only this class of requests.")]
 
 
@@ -161,7 +174,7 @@ def ingest(
 @app.command()
 def diagnose(
     trace: TracePath,
-    format: Annotated[Format, typer.Option(help="text for people, json for programs.")] = Format.text,
+    format: ReportFormatOption = ReportFormat.text,
     config: ConfigOption = None,
     slo: SloOption = None,
     fail_on: Annotated[
@@ -217,7 +230,7 @@ def compare(
             metavar="BEFORE AFTER [MORE...]",
         ),
     ],
-    format: Annotated[Format, typer.Option(help="text for people, json for programs.")] = Format.text,
+    format: ReportFormatOption = ReportFormat.text,
     config: ConfigOption = None,
     slo: SloOption = None,
     fail_on_regression: Annotated[
@@ -249,17 +262,21 @@ def compare(
     sides = [_on_trace(read, path, None, [], memory_limit, filters, settings) for path in traces]
     if len(sides) > 2:
         found = sweep(sides)
-        if format is Format.json:
-            print(render.sweep_json(found))
-        else:
-            render.sweep_text(found, _console())
+        _print_report(
+            format,
+            lambda: render.sweep_parts(found),
+            lambda: render.sweep_json(found),
+            lambda github: github.of_sweep(found),
+        )
         return
     compared = compare_two(sides[0], sides[1], settings)
     regressions = compared.regressions(size or 0.0)
-    if format is Format.json:
-        print(render.comparison_json(compared, regressions))
-    else:
-        render.comparison_text(compared, _console())
+    _print_report(
+        format,
+        lambda: render.comparison_parts(compared),
+        lambda: render.comparison_json(compared, regressions),
+        lambda github: github.of_comparison(compared),
+    )
     if size is not None and regressions:
         raise typer.Exit(3)
     if size is not None and compared.untested:
@@ -381,10 +398,10 @@ def demo(
             raise typer.Exit(1)
         return
     for chosen in [example] if example else Example:
-        _demo(chosen.value, format)
+        _demo(chosen.value, ReportFormat(format))
 
 
-def _demo(name: str, format: Format) -> None:
+def _demo(name: str, format: ReportFormat) -> None:
     import tempfile
     from dataclasses import replace
     from importlib.resources import as_file, files
@@ -399,7 +416,7 @@ def _demo(name: str, format: Format) -> None:
     ):
         trace = Path(folder) / f"{name}.parquet"
         outcomes = run([capture], trace, config=Config(), options=Options())
-        if format is Format.text:
+        if format is ReportFormat.text:
             from tailscope.render.ingested import render
 
             render(outcomes, trace.name, _console(), base=capture)
@@ -592,15 +609,38 @@ def _percent(option: str, text: str) -> float:
     return float(match[1]) / 100
 
 
-def _print_diagnosis(diagnosis: Diagnosis, format: Format) -> None:
-    if format is Format.json:
-        from tailscope.render.as_json import render as render_json
+def _print_diagnosis(diagnosis: Diagnosis, format: ReportFormat) -> None:
+    from tailscope.render import text
+    from tailscope.render.as_json import render as render_json
 
-        print(render_json(diagnosis))
-        return
-    from tailscope.render.text import render as render_text
+    _print_report(
+        format,
+        lambda: text.parts(diagnosis),
+        lambda: render_json(diagnosis),
+        lambda github: github.of_diagnosis(diagnosis),
+    )
 
-    render_text(diagnosis, _console())
+
+def _print_report(
+    format: ReportFormat,
+    parts: Callable[[], Iterator[RenderableType]],
+    as_json: Callable[[], str],
+    as_github: Callable[[Any], str],
+) -> None:
+    if format is ReportFormat.json:
+        print(as_json())
+    elif format is ReportFormat.github:
+        from tailscope.render import github
+
+        print(as_github(github))
+    elif format is ReportFormat.markdown:
+        from tailscope.render import markdown
+
+        print(markdown.render(parts()), end="")
+    else:
+        console = _console()
+        for part in parts():
+            console.print(part)
 
 
 def _console() -> Console:

@@ -10,17 +10,17 @@ from typing import Any
 import orjson
 from rich import box
 from rich.console import Console, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from tailscope.compare.blocks import FLOOR_S, Change
 from tailscope.compare.load import LoadItem
-from tailscope.compare.pair import MOST_PERCENT, About, Comparison, Outcome, Part
+from tailscope.compare.pair import MOST_PERCENT, About, Comparison, FindingChange, Outcome, Part
 from tailscope.compare.read import METRICS
 from tailscope.compare.sweep import Sweep
 from tailscope.compare.untested import told
 from tailscope.render.as_json import dumps, plain
+from tailscope.render.parts import Heading, Item, Lead
 from tailscope.safe import printable
 
 #: Raised when a key is removed or changes its meaning; new keys do not raise it.
@@ -90,29 +90,30 @@ def _named(rows: Any) -> Any:
 
 
 def comparison_text(found: Comparison, console: Console) -> None:
-    for part in _comparison(found):
+    for part in comparison_parts(found):
         console.print(part)
 
 
 def sweep_text(found: Sweep, console: Console) -> None:
-    for part in _sweep(found):
+    for part in sweep_parts(found):
         console.print(part)
 
 
 # -- a pair -----------------------------------------------------------------------------------------
 
 
-def _comparison(found: Comparison) -> Iterator[RenderableType]:
+def comparison_parts(found: Comparison) -> Iterator[RenderableType]:
+    """All there is to say, in order."""
     style = STATUS_STYLE.get(found.status, "bold yellow")
-    yield Text.assemble((f"{found.status.upper()}  ", style), (printable(found.text, 900), "bold"))
+    yield Lead(found.status.upper(), style, printable(found.text, 900))
     yield Text(_trace("before", found.before), "dim")
     yield Text(_trace("after ", found.after), "dim")
     yield Text()
-    yield _heading("The same load?")
+    yield Heading("The same load?")
     yield from _load(found.load)
     if found.changes:
         yield Text()
-        yield _heading(
+        yield Heading(
             "Latency, in the part alike in " + ", ".join(found.common.matched_by)
             if found.common.matched_by
             else "Latency"
@@ -124,44 +125,51 @@ def _comparison(found: Comparison) -> Iterator[RenderableType]:
         )
     if found.untested:
         yield Text()
-        yield _heading("Not tested")
+        yield Heading("Not tested")
         for line in told(found.untested):
-            yield Padding(Text(f"- {printable(line, 400)}", "dim"), (0, 0, 0, 2))
+            yield Item(printable(line, 400), "dim")
     if found.as_observed:
         yield Text()
-        yield _heading("All requests as they came (not the same load)")
+        yield Heading("All requests as they came (not the same load)")
         yield from _changes(found.as_observed, called=False)
     if found.ranges:
         yield Text()
-        yield _heading("By the servers' histograms")
+        yield Heading("By the servers' histograms")
         yield _ranges(found)
     if found.outcomes:
         yield Text()
-        yield _heading("What came out")
+        yield Heading("What came out")
         yield _outcomes(found.outcomes)
     if found.bill:
         yield Text()
-        yield _heading("Mean bill of a request, and of the slowest")
+        yield Heading("Mean bill of a request, and of the slowest")
         yield _bill(found.bill)
     if found.coupling:
         yield Text()
-        yield _heading("Who meets whose prefill")
+        yield Heading("Who meets whose prefill")
         yield _coupling(found)
     if found.findings:
         yield Text()
-        yield _heading("Findings")
+        yield Heading("Findings")
         for f in found.findings:
-            shares = " to ".join("-" if s is None else f"{s:.0%}" for s in (f.before_share, f.after_share))
-            yield Text(f"  {f.state:7} {f.rule}: {printable(f.title, 200)} ({shares} of the tail's excess)")
+            yield Text(f"  {f.state:7} {finding_line(f)}")
     if found.notes:
         yield Text()
-        yield _heading("Notes")
+        yield Heading("Notes")
         for note in found.notes:
-            yield Padding(Text(f"- {note}"), (0, 0, 0, 2))
+            yield Item(printable(note, 400))
 
 
-def _heading(text: str) -> Text:
-    return Text(text, "bold underline")
+def finding_line(found: FindingChange) -> str:
+    shares = " to ".join("-" if s is None else f"{s:.0%}" for s in (found.before_share, found.after_share))
+    return f"{found.rule}: {printable(found.title, 200)} ({shares} of the tail's excess)"
+
+
+def change_line(row: Change) -> str:
+    """What a row of the table says, as a sentence."""
+    amount = _change(row)
+    times = f"{seconds(row.before_s)} before, {seconds(row.after_s)} after"
+    return f"{printable(row.klass, 24)} {row.metric} {row.quantile}: {times}{f', {amount}' if amount else ''}: {_verdict(row)}"
 
 
 def _trace(name: str, about: About) -> str:
@@ -333,8 +341,9 @@ def _coupling(found: Comparison) -> Table:
 # -- a sweep ----------------------------------------------------------------------------------------
 
 
-def _sweep(found: Sweep) -> Iterator[RenderableType]:
-    yield Text(printable(found.text, 600), "bold")
+def sweep_parts(found: Sweep) -> Iterator[RenderableType]:
+    """All there is to say, in order."""
+    yield Lead("", "", printable(found.text, 600))
     yield Text()
     table = _table("", *(str(i) for i, _ in enumerate(found.points, 1)), "")
     for name, cells in _sweep_rows(found):
@@ -344,13 +353,11 @@ def _sweep(found: Sweep) -> Iterator[RenderableType]:
         yield Text(f"  {i}. {printable(point.path)}", "dim")
     if found.evidence:
         yield Text()
-        yield _heading(
-            "What is full first" + (f": {found.saturates}" if found.saturates else ": cannot tell")
-        )
+        yield Heading("What is full first" + (f": {found.saturates}" if found.saturates else ": cannot tell"))
         for text in found.evidence:
-            yield Padding(Text(f"- {text}"), (0, 0, 0, 2))
+            yield Item(printable(text, 400))
     for note in found.notes:
-        yield Text(f"note: {note}", "yellow")
+        yield Text(f"note: {printable(note, 400)}", "yellow")
 
 
 def _sweep_rows(found: Sweep) -> Iterator[tuple[str, list[str]]]:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 from rich import box
-from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from tailscope.model import ClassRow, Diagnosis, Finding, Objective, Party
 from tailscope.render import text_classes
+from tailscope.render.parts import Heading, Item, Lead, Told
 from tailscope.render.units import seconds as _seconds
 from tailscope.safe import printable
 
@@ -24,7 +24,6 @@ STATUS_STYLE = {
     "inconclusive": "bold yellow",
     "no-data": "bold yellow",
 }
-SEVERITY_STYLE = {"high": "bold red", "medium": "bold yellow", "low": "bold cyan"}
 OBJECTIVE_STYLE = {"broken": "bold red", "kept": "green", "undecided": "yellow"}
 TRUST_MARK = {"pass": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "bold red")}
 #: Parts of an excess smaller than this are not worth a place in a line.
@@ -42,15 +41,13 @@ SHORT_NS = 10_000_000_000
 
 
 def render(diagnosis: Diagnosis, console: Console) -> None:
-    for part in _parts(diagnosis):
+    for part in parts(diagnosis):
         console.print(part)
 
 
-def _parts(diagnosis: Diagnosis) -> Iterator[RenderableType]:
-    verdict = diagnosis.verdict
-    yield Text.assemble(
-        (f"{verdict.status.upper()}  ", STATUS_STYLE[verdict.status]), (printable(verdict.text, 600), "bold")
-    )
+def parts(diagnosis: Diagnosis) -> Iterator[RenderableType]:
+    """All there is to say, in order."""
+    yield lead(diagnosis)
     yield Text(_scope(diagnosis), "dim")
     for warning in diagnosis.trace.get("warnings", ()):
         yield Text(f"warning: {printable(warning, 400)}", "yellow")
@@ -65,12 +62,12 @@ def _parts(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     over_time = list(text_classes.over_time(diagnosis.trace.get("class_times", ())))
     if over_time:
         yield Text()
-        yield _heading("When")
+        yield Heading("When")
         yield from over_time
     cells = list(text_classes.cells(diagnosis.trace.get("shapes", ())))
     if cells:
         yield Text()
-        yield _heading("Requests that wait more than others of their class")
+        yield Heading("Requests that wait more than others of their class")
         yield from cells
     for name, key in (("tenant", "tenants"), ("priority", "priorities")):
         groups = text_classes.groups(name, diagnosis.trace.get(key, ()))
@@ -80,7 +77,7 @@ def _parts(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     objectives = [(row, objective) for row in diagnosis.classes for objective in row.objectives]
     if objectives:
         yield Text()
-        yield _heading("Objectives")
+        yield Heading("Objectives")
         for row, objective in objectives:
             yield Text(
                 f"  {objective.status:10} {_objective(row, objective)}", OBJECTIVE_STYLE[objective.status]
@@ -88,35 +85,52 @@ def _parts(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     blame = _blame(diagnosis)
     if blame:
         yield Text()
-        yield _heading("Who made whom wait, in request-seconds")
+        yield Heading("Who made whom wait, in request-seconds")
         yield blame
-    told: list[tuple[int, Finding]] = []
-    for number, finding in enumerate(diagnosis.findings, 1):
-        same = next((i for i, earlier in told if _same_time(finding, earlier)), None)
-        if same is None:
-            told.append((number, finding))
+    for finding in told(diagnosis.findings):
         yield Text()
-        yield _finding(number, finding, same)
+        yield finding
     yield Text()
-    yield _heading("Rules")
+    yield Heading("Rules")
     for check in diagnosis.checks:
         yield Text.assemble(
             "  ", (f"{check.rule:20}", "bold"), f" {check.status:13} {printable(check.reason, 300)}"
         )
     yield Text()
-    yield _heading("Trust")
+    yield Heading("Trust")
     for entry in diagnosis.trust:
         mark, style = TRUST_MARK[entry.status]
         yield Text.assemble("  ", (mark, style), f"  {entry.check:16} {printable(entry.detail, 400)}")
     if diagnosis.missing:
         yield Text()
-        yield _heading("More telemetry would decide more")
+        yield Heading("More telemetry would decide more")
         for text in diagnosis.missing:
-            yield Padding(Text(f"- {text}"), (0, 0, 0, 2))
+            yield Item(printable(text, 400))
 
 
-def _heading(text: str) -> Text:
-    return Text(text, "bold underline")
+def lead(diagnosis: Diagnosis) -> Lead:
+    verdict = diagnosis.verdict
+    return Lead(verdict.status.upper(), STATUS_STYLE[verdict.status], printable(verdict.text, 600))
+
+
+def told(findings: Sequence[Finding]) -> Iterator[Told]:
+    """Every finding in its place, those of a time that an earlier one explains as one line."""
+    in_full: list[tuple[int, Finding]] = []
+    for number, finding in enumerate(findings, 1):
+        same = next((i for i, earlier in in_full if _same_time(finding, earlier)), None)
+        if same is None:
+            in_full.append((number, finding))
+        share = "" if finding.share_of_tail is None else f", {finding.share_of_tail:.0%} of the tail's excess"
+        yield Told(
+            number,
+            finding.rule,
+            finding.status,
+            finding.severity,
+            printable(finding.title, 300),
+            f"{finding.rule}, {finding.status}, {finding.basis}{share}",
+            () if same is not None else tuple(_rows(finding)),
+            same,
+        )
 
 
 def _scope(diagnosis: Diagnosis) -> str:
@@ -255,22 +269,9 @@ def _same_time(finding: Finding, earlier: Finding) -> bool:
     return common >= SAME_WINDOW * (finding.window_ns[1] - finding.window_ns[0])
 
 
-def _finding(number: int, finding: Finding, same: int | None) -> Group:
-    """All that is known of it, or one line where it is the `same` time as that of an earlier number."""
-    share = "" if finding.share_of_tail is None else f", {finding.share_of_tail:.0%} of the tail's excess"
-    head = Text.assemble(
-        (f"{number}. {finding.severity.upper()}", SEVERITY_STYLE[finding.severity]),
-        (f"  {printable(finding.title, 300)}", "bold"),
-        (f"  [{finding.rule}, {finding.status}, {finding.basis}{share}]", "dim"),
-    )
-    if same is not None:
-        return Group(head.append(f"  same time seen as {same}; in full with --format json", "dim"))
-    lines: list[RenderableType] = [head]
-    body = Table.grid(padding=(0, 1))
-    body.add_column(style="dim", no_wrap=True, justify="right", min_width=12)
-    body.add_column(overflow="fold")
-    body.add_row("cause", _party(finding.culprit))
-    body.add_row("waiting", "; ".join(_party(victim) for victim in finding.victims))
+def _rows(finding: Finding) -> Iterator[tuple[str, tuple[str, ...]]]:
+    yield "cause", (_party(finding.culprit),)
+    yield "waiting", ("; ".join(_party(victim) for victim in finding.victims),)
     if finding.window_ns:
         first, last = (_time(ns) for ns in finding.window_ns)
         short = finding.window_ns[1] - finding.window_ns[0] < SHORT_NS
@@ -278,19 +279,19 @@ def _finding(number: int, finding: Finding, same: int | None) -> Group:
             t.isoformat(timespec="milliseconds" if short else "seconds")[11:].split("+")[0]
             for t in (first, last)
         ]
-        body.add_row("when", f"{shown[0]} to {shown[1]} UTC")
-    for label, entries in (("evidence", finding.evidence), ("against", finding.counter_evidence)):
-        for i, entry in enumerate(entries):
-            body.add_row(label if i == 0 else "", printable(entry.text, 400))
-    for i, remedy in enumerate(finding.remedies):
-        body.add_row(
-            "change" if i == 0 else "",
-            f"{i + 1}. {remedy.do}: {remedy.flag} ({remedy.versions}). Cost: {remedy.cost}",
-        )
-    for i, text in enumerate(finding.confirm_by):
-        body.add_row("confirm" if i == 0 else "", text)
-    lines.append(body)
-    return Group(*lines)
+        yield "when", (f"{shown[0]} to {shown[1]} UTC",)
+    rows = {
+        "evidence": [printable(entry.text, 400) for entry in finding.evidence],
+        "against": [printable(entry.text, 400) for entry in finding.counter_evidence],
+        "change": [
+            printable(f"{i}. {remedy.do}: {remedy.flag} ({remedy.versions}). Cost: {remedy.cost}", 800)
+            for i, remedy in enumerate(finding.remedies, 1)
+        ],
+        "confirm": [printable(text, 400) for text in finding.confirm_by],
+    }
+    for label, texts in rows.items():
+        if texts:
+            yield label, tuple(texts)
 
 
 def _party(party: Party) -> str:
