@@ -33,8 +33,13 @@ def place(
 ) -> tuple[list[tuple[Engine, dict[str, int]]], dict[str, int]]:
     """Tracks of each engine that has steps in the span, by what they show; and those of events, by instance."""
     engines = []
+    # What is never known, and tokens that are never there, are no counters.
+    known = ", ".join(
+        f'coalesce(max({sql}) >= {0 if shown in AFTER else 1}, false) AS "{shown}"'
+        for shown, (sql, _) in SHOWN.items()
+    )
     for row in trace.rows(
-        f"SELECT DISTINCT instance, engine FROM steps WHERE {_IN_SPAN} ORDER BY instance, engine",
+        f"SELECT instance, engine, {known} FROM steps WHERE {_IN_SPAN} GROUP BY instance, engine ORDER BY instance, engine",
         span.parameters,
     ):
         instance, engine = row["instance"], row["engine"]

@@ -20,7 +20,7 @@ MOST_SLICES = 1_000_000
 #: Parts a span is taken to consist of to find one that is small enough, and how often such a part is taken apart again.
 BINS, DEEPEST = 4096, 3
 #: Slices, counters included at half their number, of one row of each table.
-WEIGHTS = {"requests": 4, "steps": 4, "rounds": 3, "events": 1, "phases": 1}
+WEIGHTS = {"requests": 4, "steps": 4, "rounds": 3, "events": 1, "rank steps": 1, "phases": 1}
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,8 @@ def _begins(scope: Scope) -> str:
         "steps": "SELECT start_ns FROM steps",
         "rounds": "SELECT start_ns FROM rank_rounds",
         "events": "SELECT time_ns FROM events WHERE instant(time_ns) IS NOT NULL",
+        "rank steps": "SELECT i.start_ns FROM iterations i JOIN rank_windows w ON w.source = i.source AND w.rank = i.rank "
+        "WHERE w.used AND instant(i.end_ns) >= instant(i.start_ns)",
         "phases": "SELECT start_ns FROM rank_events WHERE source IN (SELECT source FROM rank_windows WHERE used) "
         "AND phase IS NOT NULL AND collective IS NULL AND instant(start_ns) IS NOT NULL AND duration_ns >= 0",
     }
