@@ -67,7 +67,7 @@ function layout(more = {}) {
     font: { family: 'system-ui, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif', size: 12, color: c.dim },
     margin: { l: 56, r: 16, t: 8, b: 44 },
     hoverlabel: { bgcolor: c.page, bordercolor: c.line, font: { color: c.ink } },
-    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { color: c.ink } },
+    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { color: c.ink }, traceorder: "normal" },
     colorway: c.series,
     ...more,
   };
@@ -92,12 +92,14 @@ function secondsAxis(low, high, more = {}) {
 // `draw(place)` returns {data, layout} or null for nothing to show; it is called when the chart is near, and again after changes.
 function chart(name, draw, options = {}) {
   const place = document.querySelector(`[data-chart="${name}"]`);
+  if (place && options.height) place.style.minHeight = `${options.height()}px`;
   if (place) page.charts.set(name, { name, draw, place, seen: false, drawn: 0, ...options });
 }
 
 async function render(one) {
   const Plotly = await plotly();
   const made = one.draw(one.place);
+  if (made?.layout.height) one.place.style.minHeight = `${made.layout.height}px`;
   if (!made) {
     const note = document.createElement("p");
     note.className = "waiting";

@@ -59,15 +59,21 @@ def _attribute(key: str, value: object) -> str:
 
 
 def table(
-    caption: str, head: Sequence[str], rows: Iterable[Sequence[Child]], *, numbers: int = 1, cls: str = ""
+    caption: str,
+    head: Sequence[str],
+    rows: Iterable[Sequence[Child]],
+    *,
+    numbers: int = 1,
+    until: int = 99,
+    cls: str = "",
 ) -> Html:
-    """A table that scrolls by itself where it is wider than its place. The columns from `numbers` on are numbers; the first
-    names the row."""
+    """A table that scrolls by itself where it is wider than its place. The columns from `numbers` on, `until` one, are
+    numbers; the first names the row."""
     body = []
     for row in rows:
         cells = []
         for i, cell in enumerate(row):
-            align = "num" if i >= numbers else None
+            align = "num" if numbers <= i < until else None
             # A cell may bring its own element.
             if isinstance(cell, Html) and cell.startswith(("<td", "<th")):
                 cells.append(cell)
@@ -76,7 +82,10 @@ def table(
             else:
                 cells.append(el("td", cell, cls=align))
         body.append(el("tr", cells))
-    heads = [el("th", name, scope="col", cls="num" if i >= numbers else None) for i, name in enumerate(head)]
+    heads = [
+        el("th", name, scope="col", cls="num" if numbers <= i < until else None)
+        for i, name in enumerate(head)
+    ]
     return el(
         "div",
         el(

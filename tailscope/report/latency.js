@@ -96,7 +96,8 @@ function drawDistribution() {
       x: curve.xs,
       y: curve.ys,
       name: `${brief(name)} (${whole(curve.n)})`,
-      line: { color: c.series[k % 8], dash: DASHES[k % 8], width: 2.2, shape: "hv" },
+      line: { color: c.series[k % 8], dash: DASHES[k % 8], width: 2.2, shape: curve.n < 200 ? "hv" : "linear" },
+      showlegend: true,
       text: curve.xs.map(seconds),
       hovertemplate: "%{y:.3g} take longer than %{text}<extra>" + brief(name) + "</extra>",
     });
@@ -122,7 +123,7 @@ function windows() {
   const shown = page.data.findings.filter((f) => f.window && f.window[1] > t0 && f.window[0] < t1 && f.window[1] - f.window[0] < 0.95 * (t1 - t0)).slice(0, 6);
   shown.forEach((f, i) => {
     shapes.push({ type: "rect", xref: "x", yref: "paper", x0: f.window[0], x1: f.window[1], y0: 0, y1: 1, fillcolor: c.of("--window"), line: { width: 0 }, layer: "below" });
-    annotations.push({ x: f.window[0], y: 1 - 0.07 * i, xref: "x", yref: "paper", text: `finding ${f.number}`, showarrow: false, xanchor: "left", yanchor: "top", font: { size: 11, color: c.dim } });
+    annotations.push({ x: f.window[0], y: 1 - 0.07 * i, xref: "x", yref: "paper", text: `finding ${f.number}`, showarrow: false, xanchor: "left", yanchor: "top", font: { size: 11, color: c.ink }, bgcolor: c.of("--page"), opacity: 0.85, borderpad: 1 });
   });
   return { shapes, annotations };
 }

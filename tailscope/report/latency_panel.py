@@ -160,14 +160,14 @@ def _worst_bin(latency: Latency, metric: str) -> str:
             for i, (value, before) in enumerate(zip(rows[name], _usual(rows, name), strict=True))
             if value and before
         ]
-        if told:
+        if told and max(told)[0] >= 1.05:
             ratio, i = max(told)
             start_ns = latency.first_ns + int(rows["bin"][i] * latency.bin_s * 1e9)
             return (
                 f"Lines are a quantile of the requests that arrived in {seconds(latency.bin_s)}, dots are single requests. The {name} {metric} of "
                 f"{latency.classes[rows['klass'][i]]} is highest for its class at {clock(start_ns)} UTC: {seconds(rows[name][i])}, {ratio:.3g} times its usual."
             )
-    return "Dots are single requests; no part of the time has requests enough for a quantile."
+    return f"Lines are a quantile of the requests that arrived in {seconds(latency.bin_s)}, where these are enough, dots are single requests. None stands out."
 
 
 def _usual(rows: dict[str, list[Any]], name: str) -> list[float | None]:
@@ -176,7 +176,7 @@ def _usual(rows: dict[str, list[Any]], name: str) -> list[float | None]:
     for klass, value in zip(rows["klass"], rows[name], strict=True):
         if value is not None:
             by_class.setdefault(klass, []).append(value)
-    usual = {k: sorted(v)[len(v) // 2] for k, v in by_class.items()}
+    usual = {k: sorted(v)[len(v) // 2] for k, v in by_class.items() if len(v) > 2}
     return [usual.get(k) for k in rows["klass"]]
 
 

@@ -8,6 +8,7 @@ function filtersSay() {
     out.textContent = lat.all;
     says("dist");
     says("times");
+    says("shapes");
     return;
   }
   const s = lat.sample;
@@ -27,6 +28,7 @@ function filtersSay() {
   const part = `Of ${parts.join(", ")} only: ${how}`;
   says("dist", needsSample() ? part : `Of ${parts.join(", ")} only, exactly.`);
   says("times", part);
+  says("shapes", part);
 }
 
 const changed = [];
@@ -123,6 +125,9 @@ async function start() {
   page.data = JSON.parse(await unpack("data"));
   filters();
   latencyCharts();
+  requestCharts();
+  engineCharts();
+  heatCharts();
   theme();
   printing();
   addEventListener("hashchange", unfold);

@@ -16,7 +16,7 @@ from tailscope import __version__
 from tailscope.report.html import Html, el, text
 
 #: In the order they run; one script, so that the policy names it by one hash.
-SCRIPTS = ("core.js", "latency.js", "main.js")
+SCRIPTS = ("core.js", "latency.js", "requests.js", "engine.js", "ranks.js", "main.js")
 
 
 def assemble(name: str, sections: list[tuple[str, str, Html]], data: dict[str, Any]) -> str:

@@ -26,14 +26,14 @@ class SpokenOf:
     filters: bool = False
 
 
-def look_up(trace: Trace, diagnosis: Diagnosis, sections: set[str]) -> dict[int, SpokenOf]:
-    """By the findings' numbers. `sections`: those of the page that show something."""
+def look_up(trace: Trace, diagnosis: Diagnosis) -> dict[int, SpokenOf]:
+    """By the findings' numbers."""
     found = {}
     for number, finding in enumerate(diagnosis.findings[:MOST_FINDINGS], 1):
         classes = list(dict.fromkeys(v.id for v in finding.victims if v.kind == "class"))
         instances = _instances(finding)
         one = SpokenOf(
-            panels=[name for name in _panels(finding) if name in sections],
+            panels=_panels(finding),
             classes=classes,
             filters=finding.window_ns is not None or bool(classes),
         )

@@ -48,7 +48,7 @@ def classes(diagnosis: Diagnosis) -> list[Html]:
             cells.append((row.klass, el("td", "SLO"), f"{entry['n']:,}", "", "", "", told))
     head = ("class", "metric", "n", "p50", "p95", "p99", "tail above typical, and where it went")
     return [
-        table("Latency by class", head, cells, numbers=2, cls="classes"),
+        table("Latency by class", head, cells, numbers=2, until=6, cls="classes"),
         el("p", words.CLASSES_NOTE, cls="note"),
         *_beside(diagnosis),
     ]
@@ -120,7 +120,7 @@ def excess(diagnosis: Diagnosis) -> Html | None:
     lead = (
         f"What the slowest requests of each class take beyond typical ones of their kind, booked to components. Out of "
         f"proportion most is {worst.metric} of {worst.klass}: {words.signed(worst.excess_s or 0.0)} above typical, "
-        f"{seconds(most)} of it {_plain(name)}."
+        f"{seconds(most)} of it {name}: {COMPONENTS.get(name, '')}."
     )
     used = {name for row in rows for name in row.excess}
     legend = [(name, told) for name, told in COMPONENTS.items() if name in used]
@@ -154,10 +154,6 @@ def excess(diagnosis: Diagnosis) -> Html | None:
     )
 
 
-def _plain(component: str) -> str:
-    return component.replace("_", " ")
-
-
 def _bar(row: ClassRow) -> Html:
     parts = sorted(row.excess.items(), key=lambda item: -abs(item[1]))
     whole = sum(abs(s) for _, s in parts) or 1.0
@@ -169,7 +165,7 @@ def _bar(row: ClassRow) -> Html:
     more = [(n, s) for n, s in named if s >= 0]
     total = sum(abs(s) for _, s in named) or 1.0
     name = f"{row.klass} {row.metric}"
-    told = ", ".join(f"{words.signed(s)} {_plain(n)}" for n, s in named)
+    told = ", ".join(f"{words.signed(s)} {n}" for n, s in named)
     segments = [_segment(n, s, total) for n, s in reversed(less)]
     if less:
         segments.append(el("i", cls="zero"))
@@ -189,7 +185,7 @@ def _bar(row: ClassRow) -> Html:
                 el(
                     "li",
                     el("i", cls=f"swatch {css_of(n)}", aria_hidden="true"),
-                    f"{words.signed(s)} {_plain(n)}",
+                    f"{words.signed(s)} {n}",
                 )
                 for n, s in (*more, *less)
             ],
@@ -203,14 +199,14 @@ def _bar(row: ClassRow) -> Html:
 
 def _segment(name: str, value: float, total: float) -> Html:
     share = abs(value) / total
-    label = _plain(name) if share >= 0.2 else None
+    label = name if share >= 0.2 else None
     cls = f"segment {css_of(name)}" + (" less" if value < 0 else "")
     return el(
         "i",
         el("b", label) if label else None,
         cls=cls,
         style=f"flex-grow:{share:.4f}",
-        title=f"{words.signed(value)} {_plain(name)}",
+        title=f"{words.signed(value)} {name}",
     )
 
 
@@ -255,7 +251,7 @@ def blame(diagnosis: Diagnosis) -> Html | None:
         words.BLAME,
         lead,
         table(
-            "Rows waited, columns are whom for: request-seconds, and their share of all",
+            "Request-seconds, and their share of all",
             ("waited", *(f"for {c}" for c in culprits)),
             rows,
             cls="matrix",
