@@ -14,6 +14,18 @@ import typer
 from tailscope.cli_alerts import alerts
 from tailscope.cli_dashboards import dashboards
 from tailscope.cli_export import app as export
+from tailscope.cli_options import (
+    ClassOption,
+    ConfigOption,
+    FromOption,
+    InstanceOption,
+    LastOption,
+    MemoryOption,
+    SloOption,
+    ToOption,
+    TracePath,
+)
+from tailscope.cli_report import report
 from tailscope.errors import BadInput, UsageError
 
 if TYPE_CHECKING:
@@ -54,6 +66,14 @@ class ReportFormat(StrEnum):
     github = "github"
 
 
+class DiagnosisFormat(StrEnum):
+    text = "text"
+    json = "json"
+    markdown = "markdown"
+    github = "github"
+    html = "html"
+
+
 class TableFormat(StrEnum):
     table = "table"
     csv = "csv"
@@ -66,33 +86,12 @@ class FailOn(StrEnum):
     low = "low"
 
 
-TracePath = Annotated[
-    str, typer.Argument(help="Trace: a directory, a Parquet file with one table, or a glob.", metavar="TRACE")
-]
-ConfigOption = Annotated[
-    Path | None, typer.Option("--config", help="Configuration; ./tailscope.toml if it is there.")
-]
-SloOption = Annotated[
-    list[str] | None,
-    typer.Option(help="Objective, e.g. '<512:ttft_p99_s=2'; may be given often.", metavar="CLASS:METRIC=S"),
-]
-MemoryOption = Annotated[
-    str, typer.Option("--memory-limit", help="Memory for queries, e.g. 4GB; beyond it they spill.")
-]
-FromOption = Annotated[
-    str | None,
-    typer.Option("--from", help="Look at arrivals from this time on (ISO 8601, UTC unless it says)."),
-]
-ToOption = Annotated[str | None, typer.Option("--to", help="... and before this time.")]
-LastOption = Annotated[str | None, typer.Option("--last", help="The last 30s, 15m, 2h or 1d of the trace.")]
-InstanceOption = Annotated[str | None, typer.Option("--instance", help="Only this instance.")]
 ReportFormatOption = Annotated[
     ReportFormat,
     typer.Option(
         help="text for people, json for programs, markdown for tickets and pull requests, github for annotations."
     ),
 ]
-ClassOption = Annotated[str | None, typer.Option("--class", help="Only this class of requests.")]
 
 
 @app.command()
@@ -175,7 +174,12 @@ def ingest(
 @app.command()
 def diagnose(
     trace: TracePath,
-    format: ReportFormatOption = ReportFormat.text,
+    format: Annotated[
+        DiagnosisFormat,
+        typer.Option(
+            help="text for people, json for programs, markdown for tickets and pull requests, github for annotations, html for a page."
+        ),
+    ] = DiagnosisFormat.text,
     config: ConfigOption = None,
     slo: SloOption = None,
     fail_on: Annotated[
@@ -189,8 +193,15 @@ def diagnose(
     klass: ClassOption = None,
 ) -> None:
     """Say who is slow, who waits for it, and what to change."""
-    diagnosis = _diagnose(trace, config, slo or [], memory_limit, (from_, to, last, instance, klass))
-    _print_diagnosis(diagnosis, format)
+    filters = (from_, to, last, instance, klass)
+    if format is DiagnosisFormat.html:
+        from tailscope.report.build import report as with_page
+
+        diagnosis, page = on_trace(with_page, trace, config, slo or [], memory_limit, filters)
+        print(page, end="")
+    else:
+        diagnosis = _diagnose(trace, config, slo or [], memory_limit, filters)
+        _print_diagnosis(diagnosis, ReportFormat(format))
     if fail_on is not None:
         order = list(FailOn)
         severe = order[: order.index(fail_on) + 1]
@@ -215,7 +226,7 @@ def whatif(
     from tailscope.what_if import what_if
 
     filters = (from_, to, last, instance, klass)
-    windows = _on_trace(what_if, trace, config, [], memory_limit, filters)
+    windows = on_trace(what_if, trace, config, [], memory_limit, filters)
     if format is Format.json:
         print(render.as_json(trace, windows))
     else:
@@ -260,7 +271,7 @@ def compare(
         raise UsageError("--fail-on-regression needs two traces, one before and one after a change")
     settings = _with_slos(configuration.load(config), slo or [])
     filters = (None, None, None, instance, klass)
-    sides = [_on_trace(read, path, None, [], memory_limit, filters, settings) for path in traces]
+    sides = [on_trace(read, path, None, [], memory_limit, filters, settings) for path in traces]
     if len(sides) > 2:
         found = sweep(sides)
         _print_report(
@@ -355,6 +366,7 @@ def rules(
 app.command()(alerts)
 app.command()(dashboards)
 app.add_typer(export, name="export")
+app.command()(report)
 
 
 class Example(StrEnum):
@@ -554,10 +566,10 @@ def _diagnose(
 ) -> Diagnosis:
     from tailscope.engine import diagnose as run
 
-    return _on_trace(run, path, config_path, slos, memory_limit, filters, settings)
+    return on_trace(run, path, config_path, slos, memory_limit, filters, settings)
 
 
-def _on_trace(
+def on_trace(
     use: Callable[[Trace, Config, Scope], T],
     path: str,
     config_path: Path | None,

@@ -9,6 +9,16 @@ from typing import Annotated
 
 import typer
 
+from tailscope.cli_options import (
+    ClassOption,
+    ConfigOption,
+    FromOption,
+    InstanceOption,
+    LastOption,
+    MemoryOption,
+    ToOption,
+    TracePath,
+)
 from tailscope.errors import UsageError
 
 app = typer.Typer(
@@ -31,10 +41,7 @@ def export() -> None:
 
 @app.command()
 def perfetto(
-    trace: Annotated[
-        str,
-        typer.Argument(help="Trace: a directory, a Parquet file with one table, or a glob.", metavar="TRACE"),
-    ],
+    trace: TracePath,
     output: Annotated[Path, typer.Option("-o", "--output", help="File to write.")],
     format: Annotated[
         TimelineFormat,
@@ -43,38 +50,29 @@ def perfetto(
     most_slices: Annotated[
         int,
         typer.Option(
-            "--most-slices", min=1, help="Write no more; where there are, the time about the worst finding."
+            "--most-slices", min=1, help="Write no more; of more, the time about the worst finding."
         ),
     ] = 1_000_000,
     findings: Annotated[
         bool,
         typer.Option("--findings/--no-findings", help="Diagnose, and show findings and who made whom wait."),
     ] = True,
-    config: Annotated[
-        Path | None, typer.Option("--config", help="Configuration; ./tailscope.toml if it is there.")
-    ] = None,
-    memory_limit: Annotated[
-        str, typer.Option("--memory-limit", help="Memory for queries, e.g. 4GB; beyond it they spill.")
-    ] = "3GB",
-    from_: Annotated[
-        str | None,
-        typer.Option("--from", help="Look at arrivals from this time on (ISO 8601, UTC unless it says)."),
-    ] = None,
-    to: Annotated[str | None, typer.Option("--to", help="... and before this time.")] = None,
-    last: Annotated[
-        str | None, typer.Option("--last", help="The last 30s, 15m, 2h or 1d of the trace.")
-    ] = None,
-    instance: Annotated[str | None, typer.Option("--instance", help="Only this instance.")] = None,
-    klass: Annotated[str | None, typer.Option("--class", help="Only this class of requests.")] = None,
+    config: ConfigOption = None,
+    memory_limit: MemoryOption = "3GB",
+    from_: FromOption = None,
+    to: ToOption = None,
+    last: LastOption = None,
+    instance: InstanceOption = None,
+    klass: ClassOption = None,
 ) -> None:
     """Write a timeline for ui.perfetto.dev: requests, steps, ranks, findings, and who made whom wait (docs/export.md)."""
-    from tailscope.cli import _on_trace
+    from tailscope.cli import on_trace
     from tailscope.export.export import export as run
     from tailscope.safe import printable
 
     if output.is_dir():
         raise UsageError(f"{output}: is a folder; name a file, for example {output / 'out.pftrace'}")
-    written = _on_trace(
+    written = on_trace(
         lambda opened, settings, scope: run(
             opened,
             settings,

@@ -1,0 +1,81 @@
+"""A trace in, a page out: diagnosed once, and everything the page shows taken from the tables that this leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tailscope.align import Scope
+from tailscope.config import Config
+from tailscope.engine import diagnose
+from tailscope.model import Diagnosis
+from tailscope.render.units import seconds
+from tailscope.report import (
+    experts,
+    findings,
+    iterations,
+    latency,
+    latency_panel,
+    ranks,
+    requests,
+    shapes,
+    spoken_of,
+    tables,
+)
+from tailscope.report.html import Html
+from tailscope.report.page import assemble
+from tailscope.store import Trace
+
+
+def report(trace: Trace, config: Config, scope: Scope) -> tuple[Diagnosis, str]:
+    """The diagnosis, and the page. Raises as `diagnose` does."""
+    diagnosis = diagnose(trace, config, scope)
+    return diagnosis, page(trace, diagnosis, scope)
+
+
+def page(trace: Trace, diagnosis: Diagnosis, scope: Scope) -> str:
+    """The page of a trace just diagnosed: `trace` has the tables that this left."""
+    order = list(dict.fromkeys(row.klass for row in diagnosis.classes))
+    of_requests = latency.gather(trace, scope, order)
+    spoken = spoken_of.look_up(trace, diagnosis)
+    followed = requests.gather(trace, scope, [r["rid"] for one in spoken.values() for r in one.requests])
+    steps = iterations.gather(trace)
+    windows = ranks.gather(trace)
+    grids = experts.gather(trace)
+    sections: list[tuple[str, str, Html | None]] = [
+        ("verdict", "Verdict", findings.verdict(diagnosis, _span(diagnosis))),
+        ("findings", "Findings", findings.findings(diagnosis, spoken)),
+        ("filters", "", latency_panel.filters(of_requests)),
+        ("latency", "Latency", latency_panel.latency_section(diagnosis, of_requests)),
+        ("excess", "Excess", tables.excess(diagnosis)),
+        ("blame", "Blame", tables.blame(diagnosis)),
+        ("requests", "Requests", requests.requests_section(followed)),
+        ("iterations", "Engine steps", iterations.iterations_section(steps)),
+        ("shapes", "Lengths", shapes.shapes_section(diagnosis)),
+        ("ranks", "Ranks", ranks.ranks_section(windows)),
+        ("experts", "Experts", experts.experts_section(grids)),
+        ("rules", "Rules", tables.rules(diagnosis)),
+        ("trust", "Trust", tables.trust(diagnosis)),
+    ]
+    data = {
+        "latency": latency_panel.data(of_requests),
+        "requests": requests.data(followed),
+        "iterations": iterations.data(steps),
+        "shapes": shapes.data(diagnosis),
+        "ranks": ranks.data(windows),
+        "experts": experts.data(grids),
+        "findings": [
+            {
+                "number": n,
+                "window": f.window_ns and [ns / 1e6 for ns in f.window_ns],
+                "classes": spoken[n].classes if n in spoken else [],
+            }
+            for n, f in enumerate(diagnosis.findings, 1)
+        ],
+    }
+    name = Path(str(diagnosis.trace["path"])).name
+    return assemble(name, [(place, title, content) for place, title, content in sections if content], data)
+
+
+def _span(diagnosis: Diagnosis) -> str:
+    first, last = diagnosis.trace["first_ns"], diagnosis.trace["last_ns"]
+    return "" if first is None else seconds((last - first) / 1e9)
