@@ -119,14 +119,16 @@ def _steps(batch: Any, own: dict[str, int], kinds: Any) -> Iterator[Batch]:
     idle = np.asarray(batch["idle_after"].to_numpy(zero_copy_only=False), bool)
     for i, name in enumerate(SHOWN):
         value = floats(batch[f"c{i}"].to_numpy(zero_copy_only=False))
-        known = np.isfinite(value)
         if name not in own:
             continue
         if name in AFTER:
-            yield Counters(np.full(int(known.sum()), own[name]), end[known], value[known])
-            continue
-        # An engine that stands still holds no tokens.
-        times = np.column_stack([start, end])
-        values = np.column_stack([value, np.zeros_like(value)])
-        there = np.column_stack([known, known & idle])
-        yield Counters(np.full(int(there.sum()), own[name]), times[there], values[there])
+            times, values = end, value
+        else:
+            # An engine that stands still holds no tokens.
+            times = np.column_stack([start, end]).ravel()
+            values = np.column_stack([value, np.where(idle, 0.0, np.nan)]).ravel()
+        known = np.isfinite(values)
+        times, values = times[known], values[known]
+        # A counter keeps its value until another comes.
+        new = np.diff(values, prepend=np.nan) != 0
+        yield Counters(np.full(int(new.sum()), own[name]), times[new], values[new])

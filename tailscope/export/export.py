@@ -53,6 +53,13 @@ def export(
     else:
         align(trace, config, scope)
         write_ranks(trace, scope)
+    return write(trace, diagnosis, scope, output, format, most)
+
+
+def write(
+    trace: Trace, diagnosis: Diagnosis | None, scope: Scope, output: Path, format: Format, most: int
+) -> Written:
+    """Of a trace that is aligned already, and whose ranks are compared; billed, too, where there is a diagnosis."""
     trace.connection.execute(SHOWN)
     span = choose(trace, scope, diagnosis.findings if diagnosis else (), most)
     if not span.slices:

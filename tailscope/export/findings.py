@@ -22,13 +22,14 @@ from tailscope.store import Trace
 #: Findings that get a track, and arrows of each finding: the longest waits. More would hide each other.
 MOST_FINDINGS, MOST_ARROWS = 50, 100
 #: Components of a bill that are waits for somebody's prefill; for others the culprit held something all the time it ran.
-PREFILL = (
-    "others_prefill_before",
-    "others_prefill_in_prefill",
-    "others_prefill_in_decode",
-    "queue_budget",
-    "recompute",
-)
+PREFILL = ("others_prefill_before", "others_prefill_in_prefill", "others_prefill_in_decode", "queue_budget")
+#: What of a bill a finding explains, by its claim. Without one it is all that has a culprit.
+CLAIMED = {
+    "others' prefill": PREFILL,
+    "the KV cache": ("queue_kv", "preempted", "recompute"),
+    "queued for slots or KV cache": ("queue_kv", "queue_slots"),
+    "running without tokens": ("starved",),
+}
 #: What of a party is a column of requests.
 OF_REQUESTS = {"class": "klass", "tenant": "tenant", "request": "request_id"}
 
@@ -49,7 +50,7 @@ def marks(diagnosis: Diagnosis, span: Span, tracks: Tracks) -> list[Mark]:
         if entry.same_as:
             args["same"] = entry.same_as
         if finding.window_ns is None:
-            found.append(Mark(track, entry.title, span.first_ns, None, {**args, "when": "all of the time"}))
+            found.append(Mark(track, entry.title, span.first_ns, None, {**args, "time": "all of it"}))
             continue
         first, last = (int(np.clip(ns, span.first_ns, span.last_ns)) for ns in finding.window_ns)
         outside = finding.window_ns[1] < span.first_ns or finding.window_ns[0] > span.last_ns
@@ -93,11 +94,13 @@ def _between_requests(
     party = finding.culprit
     column = OF_REQUESTS[party.kind]
     blamed = f"l.culprit = {quote(party.id)}" if party.kind == "class" else "l.culprit IS NOT NULL"
+    claimed = CLAIMED.get(finding.claims)
+    of_claim = f"l.component IN ({', '.join(map(quote, claimed))})" if claimed else "true"
     lines = trace.rows(
         f"""
         SELECT l.id AS rid, l.place, arg_max(l.component, l.ns) AS component, sum(l.ns)::BIGINT AS ns
         FROM bill_lines l JOIN joined j ON j.rid = l.id
-        WHERE {blamed} AND j.klass IN ({", ".join(map(quote, victims))}) AND l.place IN {PLACES}
+        WHERE {blamed} AND {of_claim} AND j.klass IN ({", ".join(map(quote, victims))}) AND l.place IN {PLACES}
         GROUP BY l.id, l.place
         -- Of each request the place where it waited longest.
         QUALIFY row_number() OVER (PARTITION BY l.id ORDER BY sum(l.ns) DESC, l.place) = 1
