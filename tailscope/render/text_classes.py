@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from tailscope.render.units import seconds
+from tailscope.render.units import amount, seconds
 from tailscope.safe import printable
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -32,7 +32,7 @@ def attained(entry: Entry) -> str:
         low, high = entry["ci95"]
         text = f"{entry['share']:.1%} [{low:.1%}, {high:.1%}] meet {limits}"
         if entry["goodput_rps"] is not None:
-            text += f": {entry['goodput_rps']:.3g} of {entry['rate_rps']:.3g} requests/s"
+            text += f": {amount(entry['goodput_rps'])} of {amount(entry['rate_rps'])} requests/s"
     if entry["failed"]:
         text += f"; {entry['failed']:,} failed or given up"
     if entry["unknown"] and entry["share"] is not None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from tailscope.model import ClassRow, Diagnosis, Finding, Objective, Party
-from tailscope.render.units import seconds
+from tailscope.render.units import amount, seconds
 from tailscope.safe import printable
 
 #: Parts of an excess smaller than this are not worth a place in a line.
@@ -113,7 +113,7 @@ def signed(value: float) -> str:
 
 def blamed(value: float | None) -> str:
     """A number of request-seconds in a matrix whose heading says the unit."""
-    return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return "-" if value is None else amount(value)
 
 
 # -- findings ----------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def rows(finding: Finding) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 def party(party: Party) -> str:
     detail = ", ".join(
-        f"{printable(str(k)).replace('_', ' ')} {printable(f'{v:.3g}' if isinstance(v, float) else str(v))}"
+        f"{printable(str(k)).replace('_', ' ')} {printable(amount(v) if isinstance(v, float) else str(v))}"
         for k, v in party.detail.items()
         if v is not None
     )
