@@ -6,7 +6,11 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from tailscope.safe import printable
 from tailscope.store import Trace
+
+#: Longest name on a page.
+MOST_NAME = 200
 
 #: A table as the page gets it: name -> values, all of one length.
 Columns = dict[str, list[Any]]
@@ -30,6 +34,11 @@ def few_digits(value: float, digits: int = 4) -> float | int | None:
         return None
     rounded = float(f"{value:.{digits}g}")
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
+
+
+def shown_name(value: Any) -> str:
+    """Anybody's name as a script gets it: without characters that nobody sees."""
+    return "" if value is None else printable(str(value), MOST_NAME)
 
 
 def numbered(values: Iterable[Any]) -> tuple[list[Any], list[int]]:

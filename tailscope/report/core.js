@@ -37,8 +37,10 @@ const whole = (value) => Math.round(value).toLocaleString("en");
 const clock = (ms) => new Date(ms).toISOString().slice(11, 19);
 
 // Names of a trace are anybody's text, and Plotly reads some HTML in texts: what could be a tag or an entity is none here.
-const plain = (name) => String(name === "" ? "(none)" : name).replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
-const brief = (name, most = 28) => plain(name.length > most ? `${name.slice(0, most - 1)}…` : name);
+// And values in braces.
+const plain = (name) => String(name === "" ? "(none)" : name).replaceAll("%{", "% {").replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
+// Ids differ at their ends.
+const brief = (name, most = 28) => plain(name.length > most ? `${name.slice(0, Math.ceil(most / 2) - 1)}…${name.slice(-Math.floor(most / 2))}` : name);
 
 function colours() {
   const style = getComputedStyle(document.documentElement);

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tailscope.render.units import seconds
-from tailscope.report.columns import few_digits
+from tailscope.report.columns import few_digits, shown_name
 from tailscope.report.html import Html, table
 from tailscope.report.parts import behind, chart, choice, lacking, section
 from tailscope.store import Trace
@@ -169,7 +169,7 @@ def _table(grid: Grid) -> Html:
 def data(grids: list[Grid]) -> list[dict[str, Any]]:
     return [
         {
-            "name": g.name,
+            "name": shown_name(g.name),
             "of": g.of,
             "unit": g.unit,
             "layers": g.layers,

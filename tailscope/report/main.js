@@ -91,8 +91,12 @@ function filters() {
 function theme() {
   const button = document.getElementById("theme");
   const dark = () => (document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+  const name = () => {
+    button.textContent = dark() ? "Light" : "Dark";
+    button.setAttribute("aria-label", `Switch to ${dark() ? "light" : "dark"} colours`);
+  };
   const show = () => {
-    button.setAttribute("aria-pressed", String(dark()));
+    name();
     redraw();
   };
   button.addEventListener("click", () => {
@@ -100,7 +104,7 @@ function theme() {
     show();
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);
-  button.setAttribute("aria-pressed", String(dark()));
+  name();
 }
 
 // A link into a folded part unfolds it.

@@ -9,7 +9,7 @@ from typing import Any
 from tailscope.align import Scope
 from tailscope.ledger.lines import COMPONENTS
 from tailscope.render.units import seconds
-from tailscope.report.columns import Columns, columns, few_digits
+from tailscope.report.columns import Columns, columns, few_digits, shown_name
 from tailscope.report.html import Html, el, table
 from tailscope.report.parts import behind, chart, choice, clock, lacking, section
 from tailscope.store import Trace
@@ -43,9 +43,12 @@ def gather(trace: Trace, scope: Scope, named: Iterable[int]) -> Followed:
     found.first = chosen[0]
     _add_bills(trace, found.requests)
     _add_places(trace, found.requests)
+    [longest] = trace.rows(
+        "SELECT coalesce(max(coalesce(e2e_ns, ttft_ns)), 0) AS ns FROM joined WHERE billed"
+    )
     for request in found.requests:
         request["steps"] = _steps(trace, request)
-        request["beside"] = _beside(trace, request, found.exact)
+        request["beside"] = _beside(trace, request, found.exact, longest["ns"])
     return found
 
 
@@ -141,7 +144,7 @@ def _steps(trace: Trace, request: dict[str, Any]) -> Columns | None:
     )
 
 
-def _beside(trace: Trace, request: dict[str, Any], exact: bool) -> list[dict[str, Any]]:
+def _beside(trace: Trace, request: dict[str, Any], exact: bool, longest_ns: int) -> list[dict[str, Any]]:
     """Those who were in its steps: told by the scheduler, else whose time in the engine overlaps with its own."""
     if request["k_first"] is None:
         return []
@@ -158,6 +161,7 @@ def _beside(trace: Trace, request: dict[str, Any], exact: bool) -> list[dict[str
             "engine": request["engine"],
             "start": request["queued_ns"],
             "end": request["end_ns"],
+            "longest": longest_ns,
         },
     )
     return [{**row, "basis": "inferred"} for row in rows]
@@ -185,8 +189,8 @@ WITH others AS (
     SELECT rid, request_id, klass, arrival_ns + ttft_ns - least(coalesce(prefill_ns, ttft_ns), ttft_ns) AS p0, arrival_ns + ttft_ns AS p1,
            arrival_ns + coalesce(e2e_ns, ttft_ns) AS end_ns, coalesce(prompt_tokens, 0) - coalesce(cached_tokens, 0) AS computed
     FROM joined
-    WHERE billed AND ttft_ns >= 0 AND instance = $instance AND (engine IS NOT DISTINCT FROM $engine OR NOT engine_known) AND rid <> $rid
-      AND arrival_ns <= $end AND arrival_ns + coalesce(e2e_ns, ttft_ns) >= $start
+    WHERE arrival_ns BETWEEN $start - $longest AND $end AND billed AND ttft_ns >= 0 AND instance = $instance AND (engine IS NOT DISTINCT FROM $engine OR NOT engine_known) AND rid <> $rid
+      AND arrival_ns + coalesce(e2e_ns, ttft_ns) >= $start
 ),
 shared AS (
     SELECT *, greatest(least(p1, $end) - greatest(p0, $start), 0) AS prefill_ns FROM others WHERE p0 <= $end
@@ -303,8 +307,8 @@ def data(found: Followed) -> list[dict[str, Any]]:
     return [
         {
             "rid": r["rid"],
-            "id": r["request_id"] or str(r["rid"]),
-            "klass": r["klass"],
+            "id": shown_name(r["request_id"] or r["rid"]),
+            "klass": shown_name(r["klass"]),
             "at_ms": r["arrival_ns"] / 1e6,
             "wait": _s(r["wait_ns"]),
             "queue": _s(r["queue_ns"]),
@@ -317,12 +321,12 @@ def data(found: Followed) -> list[dict[str, Any]]:
             "preemptions": r["preemptions"],
             "engine_known": r["engine_known"],
             "bill": [(n, few_digits(s)) for n, s in r["bill"]],
-            "culprits": [(n, c, few_digits(s)) for n, c, s in r["culprits"]],
+            "culprits": [(n, shown_name(c), few_digits(s)) for n, c, s in r["culprits"]],
             "steps": r["steps"],
             "beside": [
                 {
-                    "id": o["request_id"] or "a request nobody else told of",
-                    "klass": o["klass"] or "unknown",
+                    "id": shown_name(o["request_id"] or "a request nobody else told of"),
+                    "klass": shown_name(o["klass"] or "unknown"),
                     "prefill": o["prefill"],
                     "steps": o["steps"],
                     "basis": o["basis"],

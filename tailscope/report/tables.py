@@ -9,6 +9,7 @@ from tailscope.ledger.lines import COMPONENTS
 from tailscope.model import ClassRow, Diagnosis
 from tailscope.render import text_classes, words
 from tailscope.render.units import seconds
+from tailscope.report.columns import shown_name
 from tailscope.report.html import Html, el, table
 from tailscope.report.parts import Child, behind, section
 
@@ -193,13 +194,13 @@ def _bar(row: ClassRow) -> Html:
             aria_hidden="true",
         ),
         cls="bar-row",
-        data_class=row.klass,
+        data_class=shown_name(row.klass),
     )
 
 
 def _segment(name: str, value: float, total: float) -> Html:
     share = abs(value) / total
-    label = name if share >= 0.2 else None
+    label = name if share >= 0.2 and value >= 0 else None
     cls = f"segment {css_of(name)}" + (" less" if value < 0 else "")
     return el(
         "i",
