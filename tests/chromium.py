@@ -12,6 +12,8 @@ import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 NO_CHROMIUM = "Chromium is not installed (on Debian and Ubuntu: apt install chromium)"
+#: A machine with other work takes its time.
+PATIENCE_MS = 120_000
 in_chromium = [pytest.mark.chromium, pytest.mark.skipif(not CHROMIUM, reason=NO_CHROMIUM)]
 
 
@@ -37,7 +39,13 @@ def opened(path: Path, *, width: int = 1440, dark: bool = False) -> Iterator[tup
         said: list[str] = []
         page.on("console", lambda m: said.append(m.text) if m.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("dialog", lambda dialog: (said.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+
+        def dialog(asked: Any) -> None:
+            said.append(f"dialog: {asked.message}")
+            asked.dismiss()
+
+        page.on("dialog", dialog)
+        page.set_default_timeout(PATIENCE_MS)
         page.on("request", lambda r: None if r.url.startswith("file:") else said.append(f"asked for {r.url}"))
         page.goto(path.as_uri())
         page.wait_for_selector("html[data-ready]")

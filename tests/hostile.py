@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -30,6 +31,7 @@ def spoil(trace: Path) -> None:
     for part in sorted(trace.rglob("*.parquet")):
         table = pq.ParquetFile(part).read()
         for i, column in enumerate(table.column_names):
+            values: list[Any]
             if column in NAMES and pa.types.is_string(table.schema.field(i).type):
                 values = [None if v is None else f"{v}{EVIL}" for v in table.column(i).to_pylist()]
             elif column in ("instances", "notes"):

@@ -146,9 +146,12 @@ function watch() {
   for (const one of page.charts.values()) seen.observe(one.place);
 }
 
-// Before printing everything has to be there.
+const idle = () => new Promise((resolve) => (window.requestIdleCallback ? requestIdleCallback(resolve, { timeout: 2000 }) : setTimeout(resolve, 50)));
+
+// Charts that nobody has scrolled to are drawn when there is time, one by one, so that a print has them.
 async function all() {
   for (const one of page.charts.values()) {
+    await idle();
     if (!one.seen) {
       one.seen = true;
       await render(one);

@@ -152,6 +152,10 @@ def _says(grid: Grid) -> str:
     return f"{grid.of.capitalize()} {place} of layer {layer} has most: {value:.3g} times an even share."
 
 
+def _shown(grid: Grid, value: float) -> str:
+    return seconds(value) if grid.unit == "s" else f"{value:.3g}"
+
+
 def _table(grid: Grid) -> Html:
     rows = []
     for i, layer in enumerate(grid.layers):
@@ -160,8 +164,15 @@ def _table(grid: Grid) -> Html:
             continue
         most, place = max(told)
         least, idlest = min(told)
-        show = (lambda v: seconds(v)) if grid.unit == "s" else (lambda v: f"{v:.3g}")
-        rows.append((f"layer {layer}", f"{grid.of} {place}", show(most), f"{grid.of} {idlest}", show(least)))
+        rows.append(
+            (
+                f"layer {layer}",
+                f"{grid.of} {place}",
+                _shown(grid, most),
+                f"{grid.of} {idlest}",
+                _shown(grid, least),
+            )
+        )
     unit = "" if grid.unit == "s" else f", {grid.unit}"
     return table(f"{grid.name}: most and least{unit}", ("layer", "most", "", "least", ""), rows, numbers=9)
 

@@ -139,8 +139,7 @@ async function start() {
   filtersSay();
   watch();
   document.documentElement.dataset.ready = "yes";
-  // Charts that nobody has scrolled to are drawn when there is time, so that a print has them.
-  (window.requestIdleCallback ?? ((run) => setTimeout(run, 500)))(() => all(), { timeout: 4000 });
+  all();
 }
 
 start();
