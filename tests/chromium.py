@@ -54,6 +54,16 @@ def opened(path: Path, *, width: int = 1440, dark: bool = False) -> Iterator[tup
 
 def drawn(page: Any) -> None:
     """Wait until every chart is drawn, or says that there is nothing to draw."""
-    page.wait_for_function(
-        "[...document.querySelectorAll('[data-chart]')].every(e => e.dataset.drawn || e.dataset.nothing)"
+    until(
+        page,
+        "[...document.querySelectorAll('[data-chart]')].every(e => e.dataset.drawn || e.dataset.nothing)",
     )
+
+
+def until(page: Any, expression: str) -> None:
+    """Wait for it to be true. Playwright's own way to wait evaluates text in the page, which its policy forbids."""
+    for _ in range(PATIENCE_MS // 100):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(100)
+    raise AssertionError(f"not within {PATIENCE_MS / 1000:g} s: {expression}")

@@ -83,14 +83,14 @@ def opened(page: Path) -> tuple[float, float]:
     from playwright.sync_api import sync_playwright
 
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    from chromium import CHROMIUM
+    from chromium import CHROMIUM, until
 
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         tab = browser.new_page(viewport={"width": 1440, "height": 900})
         tab.add_init_script(WATCH)
         tab.goto(page.absolute().as_uri())
-        tab.wait_for_function("window.usable && window.drawn", timeout=60_000)
+        until(tab, "Boolean(window.usable && window.drawn)")
         usable, drawn = tab.evaluate("[window.usable, window.drawn]")
         browser.close()
     return usable / 1000, drawn / 1000
