@@ -159,6 +159,9 @@ async function all() {
   }
 }
 
+// Run after a filter has changed.
+const changed = [];
+
 function says(name, text) {
   const place = document.getElementById(`${name}-says`);
   if (!place) return;

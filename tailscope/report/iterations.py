@@ -195,6 +195,7 @@ def data(found: Iterations) -> list[dict[str, Any]]:
     return [
         {
             "name": shown_name(e.name),
+            "instance": shown_name(e.instance),
             "first_ms": e.first_ns / 1e6,
             "binned": e.binned,
             "rows": e.steps,

@@ -31,8 +31,6 @@ function filtersSay() {
   says("shapes", part);
 }
 
-const changed = [];
-
 function filter(change) {
   Object.assign(page.state, change);
   for (const [id, key] of [["filter-class", "klass"], ["filter-tenant", "tenant"], ["filter-instance", "instance"]]) {
@@ -107,6 +105,24 @@ function theme() {
   name();
 }
 
+// Which section is read, for the navigation.
+function whereabouts() {
+  const links = new Map([...document.querySelectorAll("nav a")].map((a) => [a.hash.slice(1), a]));
+  const seen = new Set();
+  const watcher = new IntersectionObserver(
+    (entries) => {
+      for (const entry of entries) seen[entry.isIntersecting ? "add" : "delete"](entry.target.id);
+      const first = [...links.keys()].find((id) => seen.has(id));
+      for (const [id, a] of links) id === first ? a.setAttribute("aria-current", "true") : a.removeAttribute("aria-current");
+    },
+    { rootMargin: "-80px 0px -55% 0px" },
+  );
+  for (const id of links.keys()) {
+    const section = document.getElementById(id);
+    if (section) watcher.observe(section);
+  }
+}
+
 // A link into a folded part unfolds it.
 function unfold() {
   const target = location.hash.length > 1 ? document.getElementById(decodeURIComponent(location.hash.slice(1))) : null;
@@ -136,6 +152,7 @@ async function start() {
   printing();
   addEventListener("hashchange", unfold);
   unfold();
+  whereabouts();
   filtersSay();
   watch();
   document.documentElement.dataset.ready = "yes";
