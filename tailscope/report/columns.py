@@ -17,11 +17,12 @@ Columns = dict[str, list[Any]]
 
 
 def columns(trace: Trace, sql: str, parameters: Mapping[str, Any] | None = None) -> Columns:
-    """A result's columns, floats with four significant digits."""
+    """A result's columns, floats with four significant digits; but places in time, `at`, as they are."""
     cursor = trace.connection.execute(sql, dict(parameters or {}))
     names = [column[0] for column in cursor.description or []]
     rows = cursor.fetchall()
-    return {name: short(row[i] for row in rows) for i, name in enumerate(names)}
+    values = {name: [row[i] for row in rows] for i, name in enumerate(names)}
+    return {name: column if name == "at" else short(column) for name, column in values.items()}
 
 
 def short(values: Iterable[Any]) -> list[Any]:

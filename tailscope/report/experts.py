@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from tailscope.ranks.experts import MOST_TOKENS
 from tailscope.render.units import seconds
 from tailscope.report.columns import few_digits, shown_name
 from tailscope.report.html import Html, table
@@ -53,14 +54,19 @@ def gather(trace: Trace) -> list[Grid]:
             WITH counted AS (
                 SELECT layer, expert AS place, sum(tokens)::DOUBLE AS tokens FROM expert_load
                 WHERE coalesce(instance, '') = $instance AND layer BETWEEN 0 AND $layers AND expert BETWEEN 0 AND $places
-                  AND tokens BETWEEN 0 AND 1 << 44 AND (slot IS NULL) = NOT EXISTS (
+                  AND tokens BETWEEN 0 AND $most AND (slot IS NULL) = NOT EXISTS (
                       FROM expert_load WHERE coalesce(instance, '') = $instance AND slot IS NOT NULL AND expert IS NOT NULL)
                 GROUP BY ALL
             )
             SELECT layer, place, tokens / nullif(sum(tokens) OVER (PARTITION BY layer), 0) * (SELECT max(place) + 1 FROM counted) AS value
             FROM counted ORDER BY layer, place
             """,
-            {"instance": row["instance"], "layers": MOST_LAYERS - 1, "places": MOST_PLACES - 1},
+            {
+                "instance": row["instance"],
+                "layers": MOST_LAYERS - 1,
+                "places": MOST_PLACES - 1,
+                "most": MOST_TOKENS,
+            },
         )
         grids.append(_grid(f"experts of {row['instance'] or 'the trace'}", "expert", LOAD, cells))
     loads = trace.rows(

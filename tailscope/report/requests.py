@@ -131,7 +131,7 @@ def _steps(trace: Trace, request: dict[str, Any]) -> Columns | None:
     return columns(
         trace,
         """
-        SELECT (min(s.start_ns) - $origin) / 1e9 AS at, (max(s.end_ns) - min(s.start_ns)) / 1e9 AS took, count(*) AS steps,
+        SELECT round((min(s.start_ns) - $origin) / 1e9, 6) AS at, (max(s.end_ns) - min(s.start_ns)) / 1e9 AS took, count(*) AS steps,
                sum(s.prefill_tokens) AS prefill, avg(s.decode_requests) AS decode, max(s.kv_usage) AS kv,
                sum(c.batch_s - c.by_others_s) AS batch, sum(c.by_others_s) AS others, sum(c.ranks_s) AS ranks, sum(c.beyond_s) AS beyond
         FROM steps s LEFT JOIN step_costs c ON c.k = s.k WHERE s.k BETWEEN $first AND $last
