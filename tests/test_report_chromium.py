@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from chromium import drawn, in_chromium, opened
+from chromium import browser, drawn, in_chromium, opened
 from hostile import EVIL, spoil
 from real import EXAMPLE
 
@@ -136,3 +136,28 @@ def test_names_run_nothing(tmp_path: Path) -> None:
         assert page.locator("img").count() == 0
         assert page.evaluate("document.documentElement.scrollWidth") <= 1440
     assert said == []
+
+
+def test_prints_white_with_all_findings_open(example: Path) -> None:
+    with opened(example, dark=True) as (page, said):
+        drawn(page)
+        page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        page.emulate_media(media="print")
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        folded = page.locator("details.finding:not([open])").count()
+        assert folded == 0 and not page.locator("nav").is_visible()
+        assert page.pdf()[:4] == b"%PDF"
+        page.evaluate("dispatchEvent(new Event('afterprint'))")
+        assert page.locator("details.finding:not([open])").count() > 0
+        drawn(page)
+    assert said == []
+
+
+def test_is_readable_without_a_script(example: Path) -> None:
+    with browser() as chromium:
+        page = chromium.new_context(java_script_enabled=False).new_page()
+        page.goto(example.as_uri())
+        assert page.locator("#findings details[open]").is_visible()
+        assert page.locator("#excess .bar").first.is_visible()
+        assert page.locator("#plot-dist .waiting").is_visible()
+        assert not page.locator("#filters").is_visible()

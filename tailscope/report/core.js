@@ -98,6 +98,11 @@ function chart(name, draw, options = {}) {
   if (place) page.charts.set(name, { name, draw, place, seen: false, drawn: 0, ...options });
 }
 
+// Drawings that paper can scale.
+function scalable(place) {
+  for (const svg of place.querySelectorAll(".main-svg")) svg.setAttribute("viewBox", `0 0 ${svg.getAttribute("width")} ${svg.getAttribute("height")}`);
+}
+
 async function render(one) {
   const Plotly = await plotly();
   const made = one.draw(one.place);
@@ -118,7 +123,8 @@ async function render(one) {
   const narrow = one.place.clientWidth < 560;
   const config = { displaylogo: false, responsive: true, displayModeBar: narrow ? false : "hover", modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"], scrollZoom: false };
   await Plotly.react(one.place, made.data, made.layout, config);
-  if (one.drawn === 0 && one.clicked) one.place.on("plotly_click", one.clicked);
+  if (one.drawn === 0) one.place.on("plotly_afterplot", () => scalable(one.place));
+  scalable(one.place);
   one.drawn += 1;
   one.place.dataset.drawn = String(one.drawn);
 }

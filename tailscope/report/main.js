@@ -131,12 +131,20 @@ function unfold() {
 
 function printing() {
   let closed = [];
+  let theme;
   addEventListener("beforeprint", () => {
+    // Paper is white.
+    theme = document.documentElement.dataset.theme;
+    document.documentElement.dataset.theme = "light";
+    redraw();
     closed = [...document.querySelectorAll("details.finding:not([open])")];
     for (const one of closed) one.open = true;
   });
   addEventListener("afterprint", () => {
     for (const one of closed) one.open = false;
+    if (theme) document.documentElement.dataset.theme = theme;
+    else delete document.documentElement.dataset.theme;
+    redraw();
   });
 }
 

@@ -71,8 +71,8 @@ function drawRequestSteps() {
     : [bars(s.took, "step", c.of("--p-own2"), "")];
   const r = followed();
   const marks = [];
-  if (r.prefill !== null && r.ttft) marks.push([Math.max(r.ttft - r.prefill, 0), "scheduled", 1]);
-  if (r.ttft) marks.push([r.ttft, "first token", 1.07]);
+  if (r.prefill !== null && r.ttft) marks.push([Math.max(r.ttft - r.prefill, 0), "scheduled", 1, "right"]);
+  if (r.ttft) marks.push([r.ttft, "first token", 1.07, "left"]);
   return {
     data,
     layout: layout({
@@ -81,7 +81,7 @@ function drawRequestSteps() {
       xaxis: { title: { text: "seconds since it arrived" } },
       yaxis: { title: { text: s.steps.some((n) => n > 1) ? "steps took, s" : "step took, s" }, rangemode: "tozero" },
       shapes: marks.map(([at]) => ({ type: "line", x0: at, x1: at, yref: "paper", y0: 0, y1: 1, line: { color: c.ink, width: 1, dash: "dot" } })),
-      annotations: marks.map(([x, text, y]) => ({ x, yref: "paper", y, yanchor: "bottom", xanchor: "left", text, showarrow: false, font: { size: 11, color: c.dim } })),
+      annotations: marks.map(([x, text, y, xanchor]) => ({ x, yref: "paper", y, yanchor: "bottom", xanchor, text, showarrow: false, font: { size: 11, color: c.dim } })),
       margin: { l: 56, r: 16, t: 34, b: 44 },
       legend: { traceorder: "normal", orientation: "h", x: 0, y: 1.2, yanchor: "bottom", font: { color: c.ink } },
     }),
