@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from time import perf_counter
+from typing import TypeVar
 
 from tailscope.align import Scope
 from tailscope.config import Config
@@ -21,9 +24,12 @@ from tailscope.report import (
     spoken_of,
     tables,
 )
+from tailscope.report.columns import shown_name
 from tailscope.report.html import Html
 from tailscope.report.page import assemble
 from tailscope.store import Trace
+
+T = TypeVar("T")
 
 
 def report(trace: Trace, config: Config, scope: Scope) -> tuple[Diagnosis, str]:
@@ -32,15 +38,17 @@ def report(trace: Trace, config: Config, scope: Scope) -> tuple[Diagnosis, str]:
     return diagnosis, page(trace, diagnosis, scope)
 
 
-def page(trace: Trace, diagnosis: Diagnosis, scope: Scope) -> str:
-    """The page of a trace just diagnosed: `trace` has the tables that this left."""
+def page(trace: Trace, diagnosis: Diagnosis, scope: Scope, took: dict[str, float] | None = None) -> str:
+    """The page of a trace just diagnosed: `trace` has the tables that this left. `took` gets the seconds of each part."""
+    watch = _Watch(took)
     order = list(dict.fromkeys(row.klass for row in diagnosis.classes))
-    of_requests = latency.gather(trace, scope, order)
-    spoken = spoken_of.look_up(trace, diagnosis)
-    followed = requests.gather(trace, scope, [r["rid"] for one in spoken.values() for r in one.requests])
-    steps = iterations.gather(trace)
-    windows = ranks.gather(trace)
-    grids = experts.gather(trace)
+    of_requests = watch("latency", lambda: latency.gather(trace, scope, order))
+    spoken = watch("findings", lambda: spoken_of.look_up(trace, diagnosis))
+    named = [r["rid"] for one in spoken.values() for r in one.requests]
+    followed = watch("requests", lambda: requests.gather(trace, scope, named))
+    steps = watch("iterations", lambda: iterations.gather(trace))
+    windows = watch("ranks", lambda: ranks.gather(trace))
+    grids = watch("experts", lambda: experts.gather(trace))
     sections: list[tuple[str, str, Html | None]] = [
         ("verdict", "Verdict", findings.verdict(diagnosis, _span(diagnosis))),
         ("findings", "Findings", findings.findings(diagnosis, spoken)),
@@ -67,13 +75,25 @@ def page(trace: Trace, diagnosis: Diagnosis, scope: Scope) -> str:
             {
                 "number": n,
                 "window": f.window_ns and [ns / 1e6 for ns in f.window_ns],
-                "classes": spoken[n].classes if n in spoken else [],
+                "classes": [shown_name(k) for k in spoken[n].classes] if n in spoken else [],
             }
             for n, f in enumerate(diagnosis.findings, 1)
         ],
     }
     name = Path(str(diagnosis.trace["path"])).name
-    return assemble(name, [(place, title, content) for place, title, content in sections if content], data)
+    shown = [(place, title, content) for place, title, content in sections if content]
+    return watch("page", lambda: assemble(name, shown, data))
+
+
+class _Watch:
+    def __init__(self, took: dict[str, float] | None) -> None:
+        self._took = {} if took is None else took
+
+    def __call__(self, name: str, run: Callable[[], T]) -> T:
+        start = perf_counter()
+        made = run()
+        self._took[name] = perf_counter() - start
+        return made
 
 
 def _span(diagnosis: Diagnosis) -> str:

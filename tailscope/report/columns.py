@@ -6,18 +6,23 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from tailscope.safe import printable
 from tailscope.store import Trace
+
+#: Longest name on a page.
+MOST_NAME = 200
 
 #: A table as the page gets it: name -> values, all of one length.
 Columns = dict[str, list[Any]]
 
 
 def columns(trace: Trace, sql: str, parameters: Mapping[str, Any] | None = None) -> Columns:
-    """A result's columns, floats with four significant digits."""
+    """A result's columns, floats with four significant digits; but places in time, `at`, as they are."""
     cursor = trace.connection.execute(sql, dict(parameters or {}))
     names = [column[0] for column in cursor.description or []]
     rows = cursor.fetchall()
-    return {name: short(row[i] for row in rows) for i, name in enumerate(names)}
+    values = {name: [row[i] for row in rows] for i, name in enumerate(names)}
+    return {name: column if name == "at" else short(column) for name, column in values.items()}
 
 
 def short(values: Iterable[Any]) -> list[Any]:
@@ -30,6 +35,11 @@ def few_digits(value: float, digits: int = 4) -> float | int | None:
         return None
     rounded = float(f"{value:.{digits}g}")
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
+
+
+def shown_name(value: Any) -> str:
+    """Anybody's name as a script gets it: without characters that nobody sees."""
+    return "" if value is None else printable(str(value), MOST_NAME)
 
 
 def numbered(values: Iterable[Any]) -> tuple[list[Any], list[int]]:

@@ -37,8 +37,10 @@ const whole = (value) => Math.round(value).toLocaleString("en");
 const clock = (ms) => new Date(ms).toISOString().slice(11, 19);
 
 // Names of a trace are anybody's text, and Plotly reads some HTML in texts: what could be a tag or an entity is none here.
-const plain = (name) => String(name === "" ? "(none)" : name).replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
-const brief = (name, most = 28) => plain(name.length > most ? `${name.slice(0, most - 1)}…` : name);
+// And values in braces.
+const plain = (name) => String(name === "" ? "(none)" : name).replaceAll("%{", "% {").replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
+// Ids differ at their ends.
+const brief = (name, most = 28) => plain(name.length > most ? `${name.slice(0, Math.ceil(most / 2) - 1)}…${name.slice(-Math.floor(most / 2))}` : name);
 
 function colours() {
   const style = getComputedStyle(document.documentElement);
@@ -96,6 +98,11 @@ function chart(name, draw, options = {}) {
   if (place) page.charts.set(name, { name, draw, place, seen: false, drawn: 0, ...options });
 }
 
+// Drawings that paper can scale.
+function scalable(place) {
+  for (const svg of place.querySelectorAll(".main-svg")) svg.setAttribute("viewBox", `0 0 ${svg.getAttribute("width")} ${svg.getAttribute("height")}`);
+}
+
 async function render(one) {
   const Plotly = await plotly();
   const made = one.draw(one.place);
@@ -116,7 +123,8 @@ async function render(one) {
   const narrow = one.place.clientWidth < 560;
   const config = { displaylogo: false, responsive: true, displayModeBar: narrow ? false : "hover", modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"], scrollZoom: false };
   await Plotly.react(one.place, made.data, made.layout, config);
-  if (one.drawn === 0 && one.clicked) one.place.on("plotly_click", one.clicked);
+  if (one.drawn === 0) one.place.on("plotly_afterplot", () => scalable(one.place));
+  scalable(one.place);
   one.drawn += 1;
   one.place.dataset.drawn = String(one.drawn);
 }
@@ -144,15 +152,21 @@ function watch() {
   for (const one of page.charts.values()) seen.observe(one.place);
 }
 
-// Before printing everything has to be there.
+const idle = () => new Promise((resolve) => (window.requestIdleCallback ? requestIdleCallback(resolve, { timeout: 2000 }) : setTimeout(resolve, 50)));
+
+// Charts that nobody has scrolled to are drawn when there is time, one by one, so that a print has them.
 async function all() {
   for (const one of page.charts.values()) {
+    await idle();
     if (!one.seen) {
       one.seen = true;
       await render(one);
     }
   }
 }
+
+// Run after a filter has changed.
+const changed = [];
 
 function says(name, text) {
   const place = document.getElementById(`${name}-says`);

@@ -26,15 +26,21 @@ function drawIterations() {
   const common = { x, text, hovertemplate: "%{text}<extra></extra>" };
   const area = (y, name, colour, pattern) => ({ ...common, type: "scatter", mode: "lines", y, name, stackgroup: "tokens", line: { width: 0, shape: "vh" }, fillcolor: colour, ...(pattern ? { fillpattern: { shape: pattern, fgcolor: colour, bgcolor: "rgba(0,0,0,0)", size: 5 } } : {}), yaxis: "y" });
   const line = (y, name, k, yaxis, more = {}) => ({ ...common, type: "scatter", mode: "lines", y, name, connectgaps: false, yaxis, line: { color: c.series[k], dash: DASHES[k], width: 1.8, shape: "vh" }, ...more });
-  const data = [
-    area(of(e.decode, 0), "decode tokens", c.of("--p-own2"), ""),
-    area(of(e.prefill, 0), "prefill tokens", c.of("--p-others"), "/"),
-    { ...common, type: "scatter", mode: "markers", y: of(e.took), name: e.binned ? "longest step" : "step", yaxis: "y2", marker: { size: 4, color: c.series[0], symbol: "circle" } },
-  ];
-  if (e.usual) data.push({ ...line(of(e.usual), "median step", 7, "y2") });
-  if (e.kv.some((v) => v !== null)) data.push(line(of(e.kv.map((v) => (v === null ? null : v * 100)), 0), "KV in use, %", 6, "y3", { fill: "tozeroy", fillcolor: "rgba(120,100,170,0.12)" }));
+  // Of three strips those that have something, from the top: batch, duration, how full it was.
+  const computed = [e.prefill, e.decode].some((values) => values.some((v) => v > 0));
+  const kv = e.kv.some((v) => v !== null);
   const counts = e.running.some((v) => v !== null);
-  if (counts) data.push(line(of(e.running, 0), "running", 2, "y4"), line(of(e.waiting, 0), "waiting", 1, "y4"));
+  const strips = [computed && "y", "y2", (kv || counts) && "y3"].filter(Boolean);
+  const each = (1 - 0.07 * (strips.length - 1)) / strips.length;
+  const domain = (name) => {
+    const top = 1 - strips.indexOf(name) * (each + 0.07);
+    return strips.includes(name) ? [Math.max(top - each, 0), top] : [0, 0.01];
+  };
+  const data = [{ ...common, type: "scatter", mode: "markers", y: of(e.took), name: e.binned ? "longest step" : "step", yaxis: "y2", marker: { size: 4, color: c.series[0], symbol: "circle" } }];
+  if (computed) data.unshift(area(of(e.decode, 0), "decode tokens", c.of("--p-own2"), ""), area(of(e.prefill, 0), "prefill tokens", c.of("--p-others"), "/"));
+  if (e.usual) data.push({ ...line(of(e.usual), "median step", 7, "y2") });
+  if (kv) data.push(line(of(e.kv.map((v) => (v === null ? null : v * 100)), 0), "KV in use, %", 6, "y3", { fill: "tozeroy", fillcolor: "rgba(120,100,170,0.12)" }));
+  if (counts) data.push(line(of(e.running, 0), "running", 2, kv ? "y4" : "y3"), line(of(e.waiting, 0), "waiting", 1, kv ? "y4" : "y3"));
   const took = e.took.filter((v) => v > 0);
   // Reduced: Math.min of many numbers would be too many arguments.
   const low = took.reduce((a, b) => Math.min(a, b), Infinity);
@@ -48,13 +54,13 @@ function drawIterations() {
     data,
     layout: layout({
       height: 560,
-      margin: { l: 56, r: counts ? 46 : 16, t: 8, b: 40 },
+      margin: { l: 56, r: kv && counts ? 46 : 16, t: 8, b: 40 },
       legend: { traceorder: "normal", orientation: "h", x: 0, y: 1.01, yanchor: "bottom", font: { color: c.ink, size: narrow ? 10 : 12 } },
-      xaxis: { type: "date", range: [from, to], anchor: "y3", title: { text: "UTC" } },
-      yaxis: { domain: [0.7, 1], title: { text: "tokens" }, rangemode: "tozero" },
-      yaxis2: { domain: [0.36, 0.64], ...secondsAxis(low, high), title: { text: "took" } },
-      yaxis3: { domain: [0, 0.3], title: { text: "KV %" }, range: [0, 105], tickvals: [0, 50, 100] },
-      yaxis4: { domain: [0, 0.3], overlaying: "y3", side: "right", range: [0, most * 1.05], dtick: nice(most / 4), showgrid: false, title: { text: counts ? "requests" : "" } },
+      xaxis: { type: "date", range: [from, to], anchor: strips.at(-1), title: { text: "UTC" } },
+      yaxis: { domain: domain("y"), visible: computed, title: { text: "tokens" }, rangemode: "tozero" },
+      yaxis2: { domain: domain("y2"), ...secondsAxis(low, high), title: { text: "took" } },
+      yaxis3: kv ? { domain: domain("y3"), title: { text: "KV %" }, range: [0, 105], tickvals: [0, 50, 100] } : { domain: domain("y3"), visible: counts, title: { text: "requests" }, rangemode: "tozero" },
+      yaxis4: { domain: domain("y3"), visible: kv && counts, overlaying: "y3", side: "right", range: [0, most * 1.05], dtick: nice(most / 4), showgrid: false, title: { text: "requests" } },
       hovermode: "closest",
       ...marks,
     }),
@@ -64,9 +70,19 @@ function drawIterations() {
 function engineCharts() {
   if (!page.data.iterations.length) return;
   chart("iterations", drawIterations);
-  on("iterations-engine", "change", () => {
+  const told = () => {
     const e = page.data.iterations[Number(value("iterations-engine"))];
     says("iterations", `${e.name}: ${e.binned ? `${whole(e.rows)} steps in ${whole(e.at.length)} bins of time: the mean batch, the longest step.` : `all ${whole(e.rows)} steps.`} The longest took ${seconds(e.took.reduce((a, b) => Math.max(a, b), 0))}.`);
     redraw(["iterations"]);
+  };
+  on("iterations-engine", "change", told);
+  // An instance that is chosen is shown by its first engine.
+  changed.push(() => {
+    const name = page.state.instance === null ? null : page.data.latency.instances[page.state.instance];
+    const first = page.data.iterations.findIndex((e) => e.instance === name);
+    const select = document.getElementById("iterations-engine");
+    if (!select || first < 0 || page.data.iterations[Number(select.value)].instance === name) return;
+    select.value = String(first);
+    told();
   });
 }

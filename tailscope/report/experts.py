@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from tailscope.ranks.experts import MOST_TOKENS
 from tailscope.render.units import seconds
-from tailscope.report.columns import few_digits
+from tailscope.report.columns import few_digits, shown_name
 from tailscope.report.html import Html, table
 from tailscope.report.parts import behind, chart, choice, lacking, section
 from tailscope.store import Trace
@@ -53,14 +54,19 @@ def gather(trace: Trace) -> list[Grid]:
             WITH counted AS (
                 SELECT layer, expert AS place, sum(tokens)::DOUBLE AS tokens FROM expert_load
                 WHERE coalesce(instance, '') = $instance AND layer BETWEEN 0 AND $layers AND expert BETWEEN 0 AND $places
-                  AND tokens BETWEEN 0 AND 1 << 44 AND (slot IS NULL) = NOT EXISTS (
+                  AND tokens BETWEEN 0 AND $most AND (slot IS NULL) = NOT EXISTS (
                       FROM expert_load WHERE coalesce(instance, '') = $instance AND slot IS NOT NULL AND expert IS NOT NULL)
                 GROUP BY ALL
             )
             SELECT layer, place, tokens / nullif(sum(tokens) OVER (PARTITION BY layer), 0) * (SELECT max(place) + 1 FROM counted) AS value
             FROM counted ORDER BY layer, place
             """,
-            {"instance": row["instance"], "layers": MOST_LAYERS - 1, "places": MOST_PLACES - 1},
+            {
+                "instance": row["instance"],
+                "layers": MOST_LAYERS - 1,
+                "places": MOST_PLACES - 1,
+                "most": MOST_TOKENS,
+            },
         )
         grids.append(_grid(f"experts of {row['instance'] or 'the trace'}", "expert", LOAD, cells))
     loads = trace.rows(
@@ -152,6 +158,10 @@ def _says(grid: Grid) -> str:
     return f"{grid.of.capitalize()} {place} of layer {layer} has most: {value:.3g} times an even share."
 
 
+def _shown(grid: Grid, value: float) -> str:
+    return seconds(value) if grid.unit == "s" else f"{value:.3g}"
+
+
 def _table(grid: Grid) -> Html:
     rows = []
     for i, layer in enumerate(grid.layers):
@@ -160,8 +170,15 @@ def _table(grid: Grid) -> Html:
             continue
         most, place = max(told)
         least, idlest = min(told)
-        show = (lambda v: seconds(v)) if grid.unit == "s" else (lambda v: f"{v:.3g}")
-        rows.append((f"layer {layer}", f"{grid.of} {place}", show(most), f"{grid.of} {idlest}", show(least)))
+        rows.append(
+            (
+                f"layer {layer}",
+                f"{grid.of} {place}",
+                _shown(grid, most),
+                f"{grid.of} {idlest}",
+                _shown(grid, least),
+            )
+        )
     unit = "" if grid.unit == "s" else f", {grid.unit}"
     return table(f"{grid.name}: most and least{unit}", ("layer", "most", "", "least", ""), rows, numbers=9)
 
@@ -169,7 +186,7 @@ def _table(grid: Grid) -> Html:
 def data(grids: list[Grid]) -> list[dict[str, Any]]:
     return [
         {
-            "name": g.name,
+            "name": shown_name(g.name),
             "of": g.of,
             "unit": g.unit,
             "layers": g.layers,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tailscope.render.units import seconds
-from tailscope.report.columns import Columns, columns
+from tailscope.report.columns import Columns, columns, shown_name
 from tailscope.report.html import Html, el, table
 from tailscope.report.parts import behind, chart, choice, clock, lacking, section
 from tailscope.store import Trace
@@ -194,8 +194,8 @@ def _longest(found: Iterations) -> Html:
 def data(found: Iterations) -> list[dict[str, Any]]:
     return [
         {
-            "name": e.name,
-            "instance": e.instance,
+            "name": shown_name(e.name),
+            "instance": shown_name(e.instance),
             "first_ms": e.first_ns / 1e6,
             "binned": e.binned,
             "rows": e.steps,

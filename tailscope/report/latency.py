@@ -8,7 +8,7 @@ from typing import Any
 
 from tailscope import stats
 from tailscope.align import Scope
-from tailscope.classes import WIDTHS_S
+from tailscope.classes import BIN_REQUESTS, WIDTHS_S
 from tailscope.report.columns import Columns, columns, few_digits, numbered, short
 from tailscope.store import Trace
 
@@ -92,7 +92,7 @@ FROM joined WHERE billed AND (ttft_ns >= 0 OR e2e_ns >= 0) AND ($klass IS NULL O
 
 
 def _width(span_s: float, n: int) -> float:
-    least = max(span_s / MOST_BINS, span_s * 5 / n)
+    least = max(span_s / MOST_BINS, span_s * BIN_REQUESTS / n)
     return next((width for width in WIDTHS_S if width >= least), WIDTHS_S[-1] * -(-least // WIDTHS_S[-1]))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from tailscope.model import Diagnosis
 from tailscope.render.units import seconds
 from tailscope.report import tables
+from tailscope.report.columns import shown_name
 from tailscope.report.html import Html, el, table
 from tailscope.report.latency import METRICS, OVER_TIME, Latency, name_of
 from tailscope.report.parts import Child, behind, chart, choice, clock, lacking, listed, section
@@ -221,11 +222,13 @@ def data(latency: Latency) -> dict[str, Any]:
         "first_ms": latency.first_ns / 1e6,
         "span": (latency.last_ns - latency.first_ns) / 1e9,
         "bin": latency.bin_s,
-        "classes": latency.classes,
-        "tenants": latency.tenants,
-        "instances": latency.instances,
+        "classes": [shown_name(name) for name in latency.classes],
+        "tenants": [shown_name(name) for name in latency.tenants],
+        "instances": [shown_name(name) for name in latency.instances],
         "metrics": [m for m in METRICS if m in latency.curves],
-        "curves": latency.curves,
+        "curves": {
+            m: {shown_name(k): curve for k, curve in curves.items()} for m, curves in latency.curves.items()
+        },
         "times": latency.times,
         "sample": latency.sample,
     }

@@ -31,8 +31,6 @@ function filtersSay() {
   says("shapes", part);
 }
 
-const changed = [];
-
 function filter(change) {
   Object.assign(page.state, change);
   for (const [id, key] of [["filter-class", "klass"], ["filter-tenant", "tenant"], ["filter-instance", "instance"]]) {
@@ -91,8 +89,12 @@ function filters() {
 function theme() {
   const button = document.getElementById("theme");
   const dark = () => (document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+  const name = () => {
+    button.textContent = dark() ? "Light" : "Dark";
+    button.setAttribute("aria-label", `Switch to ${dark() ? "light" : "dark"} colours`);
+  };
   const show = () => {
-    button.setAttribute("aria-pressed", String(dark()));
+    name();
     redraw();
   };
   button.addEventListener("click", () => {
@@ -100,7 +102,25 @@ function theme() {
     show();
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);
-  button.setAttribute("aria-pressed", String(dark()));
+  name();
+}
+
+// Which section is read, for the navigation.
+function whereabouts() {
+  const links = new Map([...document.querySelectorAll("nav a")].map((a) => [a.hash.slice(1), a]));
+  const seen = new Set();
+  const watcher = new IntersectionObserver(
+    (entries) => {
+      for (const entry of entries) seen[entry.isIntersecting ? "add" : "delete"](entry.target.id);
+      const first = [...links.keys()].find((id) => seen.has(id));
+      for (const [id, a] of links) id === first ? a.setAttribute("aria-current", "true") : a.removeAttribute("aria-current");
+    },
+    { rootMargin: "-80px 0px -55% 0px" },
+  );
+  for (const id of links.keys()) {
+    const section = document.getElementById(id);
+    if (section) watcher.observe(section);
+  }
 }
 
 // A link into a folded part unfolds it.
@@ -111,12 +131,20 @@ function unfold() {
 
 function printing() {
   let closed = [];
+  let theme;
   addEventListener("beforeprint", () => {
+    // Paper is white.
+    theme = document.documentElement.dataset.theme;
+    document.documentElement.dataset.theme = "light";
+    redraw();
     closed = [...document.querySelectorAll("details.finding:not([open])")];
     for (const one of closed) one.open = true;
   });
   addEventListener("afterprint", () => {
     for (const one of closed) one.open = false;
+    if (theme) document.documentElement.dataset.theme = theme;
+    else delete document.documentElement.dataset.theme;
+    redraw();
   });
 }
 
@@ -132,11 +160,11 @@ async function start() {
   printing();
   addEventListener("hashchange", unfold);
   unfold();
+  whereabouts();
   filtersSay();
   watch();
   document.documentElement.dataset.ready = "yes";
-  // Charts that nobody has scrolled to are drawn when there is time, so that a print has them.
-  (window.requestIdleCallback ?? ((run) => setTimeout(run, 500)))(() => all(), { timeout: 4000 });
+  all();
 }
 
 start();

@@ -10,7 +10,8 @@ function scale() {
 
 function heat(z, x, y, text, more = {}) {
   const c = colours();
-  return { type: "heatmap", z, x, y, text, hovertemplate: "%{text}<extra></extra>", colorscale: scale(), xgap: x.length > 80 ? 0 : 1, ygap: y.length > 60 ? 0 : 1, hoverongaps: false, colorbar: { thickness: 10, outlinewidth: 0, tickfont: { color: c.dim, size: 11 }, title: { side: "right", font: { size: 11 } }, ...more.colorbar }, ...more.trace };
+  const zmax = z.flat().reduce((a, b) => Math.max(a, b ?? 0), 0) || 1;
+  return { type: "heatmap", zmin: 0, zmax, z, x, y, text, hovertemplate: "%{text}<extra></extra>", colorscale: scale(), xgap: x.length > 80 ? 0 : 1, ygap: y.length > 60 ? 0 : 1, hoverongaps: false, colorbar: { thickness: 10, outlinewidth: 0, tickfont: { color: c.dim, size: 11 }, title: { side: "right", font: { size: 11 } }, ...more.colorbar } };
 }
 
 // Ticks of a colour bar in the unit that fits.
@@ -50,7 +51,7 @@ function drawRanks() {
   const y = w.ranks.map((r) => `rank ${r}`);
   const x = xs.map((v) => String(v * w.each));
   return {
-    data: [heat(z, x, y, text, { colorbar: secondsBar(z), trace: { zmin: 0 } })],
+    data: [heat(z, x, y, text, { colorbar: secondsBar(z) })],
     layout: layout({ height: rankHeight(), xaxis: { ...categories(x), title: { text: w.each === 1 ? unit : `${unit}, ${w.each} a column` } }, yaxis: { ...categories(y), autorange: "reversed" } }),
   };
 }
@@ -71,7 +72,7 @@ function drawPhases() {
   const y = w.ranks.map((r) => `rank ${r}`);
   const text = z.map((line, i) => line.map((v, j) => (v === null ? "" : `rank ${w.ranks[i]}, ${x[j] === "no layer" ? x[j] : `layer ${x[j]}`}<br>${phase}: ${seconds(v)} a step`)));
   return {
-    data: [heat(z, x, y, text, { colorbar: secondsBar(z), trace: { zmin: 0 } })],
+    data: [heat(z, x, y, text, { colorbar: secondsBar(z) })],
     layout: layout({ height: rankHeight(), xaxis: { ...categories(x), title: { text: "layer" } }, yaxis: { ...categories(y), autorange: "reversed" } }),
   };
 }
@@ -85,7 +86,7 @@ function drawExperts() {
   const show = (v) => (inSeconds ? seconds(v) : `${Number(v.toPrecision(3))} × an even share`);
   const text = g.z.map((line, i) => line.map((v, j) => (v === null ? "" : `layer ${y[i]}, ${g.of} ${x[j]}<br>${show(v)}`)));
   return {
-    data: [heat(g.z, x, y, text, inSeconds ? { colorbar: secondsBar(g.z), trace: { zmin: 0 } } : { colorbar: { title: { text: "× even share", side: "right", font: { size: 11 } } }, trace: { zmin: 0 } })],
+    data: [heat(g.z, x, y, text, { colorbar: inSeconds ? secondsBar(g.z) : { title: { text: "× even share", side: "right", font: { size: 11 } } } })],
     layout: layout({ height: expertHeight(), xaxis: { ...categories(x), title: { text: g.of } }, yaxis: { ...categories(y), title: { text: "layer" }, autorange: "reversed" } }),
   };
 }
@@ -162,7 +163,7 @@ function drawShapes() {
   if (dark) for (const a of annotations) if (z[a.y][a.x] > most * 0.6) a.font.color = "#10161d";
   const bar = what === "slow" ? { tickformat: ".0%" } : what === "n" ? {} : secondsBar(z);
   return {
-    data: [heat(z, xs.map(name), ys.map(name), text, { colorbar: bar, trace: { zmin: 0 } })],
+    data: [heat(z, xs.map(name), ys.map(name), text, { colorbar: bar })],
     layout: layout({ height: Math.max(240, 110 + ys.length * 30), xaxis: { ...categories(xs.map(name)), title: { text: "prompt tokens" } }, yaxis: { ...categories(ys.map(name)), title: { text: "answer tokens" } }, annotations }),
   };
 }

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tailscope.render.units import seconds
-from tailscope.report.columns import Columns, columns, few_digits
+from tailscope.report.columns import Columns, columns, few_digits, shown_name
 from tailscope.report.html import Html, el, table
 from tailscope.report.parts import behind, chart, choice, clock, lacking, section
 from tailscope.store import Trace
@@ -235,7 +235,7 @@ def _table(window: Window) -> Html:
 def data(windows: list[Window]) -> list[dict[str, Any]]:
     return [
         {
-            "name": w.name,
+            "name": shown_name(w.name),
             "ranks": [r["rank"] for r in w.ranks],
             "steps": w.steps,
             "each": w.each,

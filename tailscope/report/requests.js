@@ -24,11 +24,23 @@ function drawWaterfall() {
   bar(0, wait, 0, c.of("--p-front"), "front end", `${known ? "on its way, before the queue" : "before the first token"}: ${seconds(wait)}`, { label: known ? "before the queue" : "before the first token" });
   bar(wait, wait + queue, 0, c.of("--p-queue"), "queue", `queued: ${seconds(queue)}`, { label: "queue" });
   bar(wait + queue, first, 0, c.of("--p-others2"), "prefill", `prefill: ${seconds(prefill)}`, { label: "prefill" });
-  bar(first, end, 0, c.of("--p-own"), "decode", `decode: ${seconds(end - first)}`, { label: "decode" });
+  const runs = r.runs;
+  if (runs) {
+    // Where a scheduler told, what is between its runs is time in which it was given nothing.
+    for (const [from, to] of runs.decode) bar(Math.max(from, first), to, 0, c.of("--p-own"), "decode", `decode: ${seconds(to - from)}`, { label: "decode" });
+    for (const [from, to] of runs.recompute) bar(from, to, 0, c.of("--p-kv2"), "recompute", `computed again after a preemption: ${seconds(to - from)}`, { label: "again" });
+    const left = [...runs.prefill, ...runs.decode, ...runs.recompute].sort((a, b) => a[0] - b[0]);
+    left.slice(1).forEach(([from], i) => {
+      const until = Math.max(...left.slice(0, i + 1).map(([, to]) => to), first);
+      if (from - until > 0.002) bar(until, from, 0, c.of("--p-kv"), "given nothing", `given no tokens: ${seconds(from - until)}`, { label: "given nothing", marker: { pattern: { shape: "x", fillmode: "overlay", fgcolor: "#fff", fgopacity: 0.4, size: 7, solidity: 0.15 } } });
+    });
+  } else {
+    bar(first, end, 0, c.of("--p-own"), "decode", `${r.preemptions ? "decode, and preempted" : "decode"}: ${seconds(end - first)}`, { label: r.preemptions ? "decode, and preempted" : "decode" });
+  }
   r.beside.forEach((o, i) => {
     const about = `${brief(o.id)}, class ${brief(o.klass)}<br>${whole(o.prefill ?? 0)} prefill tokens meanwhile` + (o.steps ? `, in ${whole(o.steps)} of its steps` : "");
-    bar(o.span[0], o.span[1], i + 1, c.of("--p-own2"), "there", about);
-    bar(o.computed[0], o.computed[1], i + 1, c.of("--p-others"), "prefill", `prefill of ${about}`, { marker: { pattern: { shape: "/", fillmode: "overlay", fgcolor: "#fff", fgopacity: 0.55, size: 6, solidity: 0.25 } } });
+    for (const [from, to] of o.decoded) bar(from, to, i + 1, c.of("--p-own2"), "there", about);
+    for (const [from, to] of o.computed) bar(from, to, i + 1, c.of("--p-others"), "prefill", `prefill of ${about}`, { marker: { pattern: { shape: "/", fillmode: "overlay", fgcolor: "#fff", fgopacity: 0.55, size: 6, solidity: 0.25 } } });
   });
   const narrow = document.getElementById("plot-waterfall").clientWidth < 560;
   const most = narrow ? 12 : 30;
@@ -59,8 +71,8 @@ function drawRequestSteps() {
     : [bars(s.took, "step", c.of("--p-own2"), "")];
   const r = followed();
   const marks = [];
-  if (r.prefill !== null && r.ttft) marks.push([Math.max(r.ttft - r.prefill, 0), "scheduled", 1]);
-  if (r.ttft) marks.push([r.ttft, "first token", 1.07]);
+  if (r.prefill !== null && r.ttft) marks.push([Math.max(r.ttft - r.prefill, 0), "scheduled", 1, "right"]);
+  if (r.ttft) marks.push([r.ttft, "first token", 1.07, "left"]);
   return {
     data,
     layout: layout({
@@ -69,7 +81,7 @@ function drawRequestSteps() {
       xaxis: { title: { text: "seconds since it arrived" } },
       yaxis: { title: { text: s.steps.some((n) => n > 1) ? "steps took, s" : "step took, s" }, rangemode: "tozero" },
       shapes: marks.map(([at]) => ({ type: "line", x0: at, x1: at, yref: "paper", y0: 0, y1: 1, line: { color: c.ink, width: 1, dash: "dot" } })),
-      annotations: marks.map(([x, text, y]) => ({ x, yref: "paper", y, yanchor: "bottom", xanchor: "left", text, showarrow: false, font: { size: 11, color: c.dim } })),
+      annotations: marks.map(([x, text, y, xanchor]) => ({ x, yref: "paper", y, yanchor: "bottom", xanchor, text, showarrow: false, font: { size: 11, color: c.dim } })),
       margin: { l: 56, r: 16, t: 34, b: 44 },
       legend: { traceorder: "normal", orientation: "h", x: 0, y: 1.2, yanchor: "bottom", font: { color: c.ink } },
     }),
@@ -133,6 +145,18 @@ function requestCharts() {
   chart("waterfall", drawWaterfall, { height: waterfallHeight });
   chart("request-steps", drawRequestSteps, { nothing: "No steps are known for this request." });
   on("request", "change", () => follow(value("request")));
+  // A class that is chosen leaves its own requests to choose from.
+  changed.push(() => {
+    const select = document.getElementById("request");
+    const name = page.state.klass === null ? null : page.data.latency.classes[page.state.klass];
+    for (const option of select.options) {
+      const r = page.data.requests.find((one) => String(one.rid) === option.value);
+      option.hidden = name !== null && r.klass !== name;
+    }
+    const now = select.selectedOptions[0];
+    const next = now?.hidden ? [...select.options].find((option) => !option.hidden) : null;
+    if (next) follow(next.value);
+  });
   for (const link of document.querySelectorAll("[data-request]")) link.addEventListener("click", () => follow(link.dataset.request));
   showBill();
 }

@@ -9,7 +9,7 @@ from typing import Any
 from tailscope.align import Scope
 from tailscope.ledger.lines import COMPONENTS
 from tailscope.render.units import seconds
-from tailscope.report.columns import Columns, columns, few_digits
+from tailscope.report.columns import Columns, columns, few_digits, shown_name
 from tailscope.report.html import Html, el, table
 from tailscope.report.parts import behind, chart, choice, clock, lacking, section
 from tailscope.store import Trace
@@ -20,6 +20,8 @@ MOST, A_CLASS, MOST_CLASSES = 60, 3, 10
 MOST_STEPS = 240
 #: Others shown beside a request, those with most prefill in its steps.
 MOST_BESIDE = 14
+#: Spans of a request that are drawn, and how far apart they are told apart.
+MOST_SPANS, GAP_NS = 40, 1_000_000
 
 
 @dataclass
@@ -43,9 +45,12 @@ def gather(trace: Trace, scope: Scope, named: Iterable[int]) -> Followed:
     found.first = chosen[0]
     _add_bills(trace, found.requests)
     _add_places(trace, found.requests)
+    [longest] = trace.rows(
+        "SELECT coalesce(max(coalesce(e2e_ns, ttft_ns)), 0) AS ns FROM joined WHERE billed"
+    )
     for request in found.requests:
         request["steps"] = _steps(trace, request)
-        request["beside"] = _beside(trace, request, found.exact)
+        request["beside"] = _beside(trace, request, found.exact, longest["ns"])
     return found
 
 
@@ -126,7 +131,7 @@ def _steps(trace: Trace, request: dict[str, Any]) -> Columns | None:
     return columns(
         trace,
         """
-        SELECT (min(s.start_ns) - $origin) / 1e9 AS at, (max(s.end_ns) - min(s.start_ns)) / 1e9 AS took, count(*) AS steps,
+        SELECT round((min(s.start_ns) - $origin) / 1e9, 6) AS at, (max(s.end_ns) - min(s.start_ns)) / 1e9 AS took, count(*) AS steps,
                sum(s.prefill_tokens) AS prefill, avg(s.decode_requests) AS decode, max(s.kv_usage) AS kv,
                sum(c.batch_s - c.by_others_s) AS batch, sum(c.by_others_s) AS others, sum(c.ranks_s) AS ranks, sum(c.beyond_s) AS beyond
         FROM steps s LEFT JOIN step_costs c ON c.k = s.k WHERE s.k BETWEEN $first AND $last
@@ -141,13 +146,15 @@ def _steps(trace: Trace, request: dict[str, Any]) -> Columns | None:
     )
 
 
-def _beside(trace: Trace, request: dict[str, Any], exact: bool) -> list[dict[str, Any]]:
+def _beside(trace: Trace, request: dict[str, Any], exact: bool, longest_ns: int) -> list[dict[str, Any]]:
     """Those who were in its steps: told by the scheduler, else whose time in the engine overlaps with its own."""
     if request["k_first"] is None:
         return []
     known = {"rid": request["rid"], "most": MOST_BESIDE}
     if exact:
-        rows = trace.rows(_TOLD, {**known, "first": request["k_first"], "last": request["k_last"]})
+        steps = {"first": request["k_first"], "last": request["k_last"], "rid": request["rid"]}
+        request["runs"] = trace.rows(_OWN, steps)
+        rows = trace.rows(_TOLD, {**steps, "most": MOST_BESIDE})
         if rows:
             return [{**row, "basis": "told"} for row in rows]
     rows = trace.rows(
@@ -158,43 +165,45 @@ def _beside(trace: Trace, request: dict[str, Any], exact: bool) -> list[dict[str
             "engine": request["engine"],
             "start": request["queued_ns"],
             "end": request["end_ns"],
+            "longest": longest_ns,
         },
     )
     return [{**row, "basis": "inferred"} for row in rows]
 
 
-_TOLD = """
-WITH mine AS (
-    SELECT s.stay, s.rid, s.phase, greatest(s.k_first, $first) AS a, least(s.k_last, $last) AS b, s.tokens
-    FROM scheduled s
-    WHERE s.k_first <= $last AND s.k_last >= $first AND s.tokens > 0 AND s.rid IS DISTINCT FROM $rid
-),
+#: Runs in which a request was given tokens, in the steps from $first to $last: all but its own, and its own.
+_RUNS = """
+SELECT s.stay, s.rid, s.phase, greatest(s.k_first, $first) AS a, least(s.k_last, $last) AS b, s.tokens, f.start_ns, l.end_ns
+FROM scheduled s JOIN steps f ON f.k = greatest(s.k_first, $first) JOIN steps l ON l.k = least(s.k_last, $last)
+WHERE s.k_first <= $last AND s.k_last >= $first AND s.tokens > 0 AND
+"""
+_TOLD = f"""
+WITH mine AS ({_RUNS} s.rid IS DISTINCT FROM $rid),
 summed AS (
-    SELECT stay, any_value(rid) AS rid, min(a) AS k0, max(b) AS k1,
-           coalesce(sum(tokens * (b - a + 1)) FILTER (WHERE phase <> 'decode'), 0) AS prefill, sum(b - a + 1) AS steps,
-           min(a) FILTER (WHERE phase <> 'decode') AS p0, max(b) FILTER (WHERE phase <> 'decode') AS p1
+    SELECT stay, any_value(rid) AS rid, coalesce(sum(tokens * (b - a + 1)) FILTER (WHERE phase <> 'decode'), 0)::BIGINT AS prefill,
+           sum(b - a + 1)::BIGINT AS steps, list([start_ns, end_ns] ORDER BY a) FILTER (WHERE phase <> 'decode') AS computed,
+           list([start_ns, end_ns] ORDER BY a) FILTER (WHERE phase = 'decode') AS decoded
     FROM mine GROUP BY stay ORDER BY prefill DESC, steps DESC, stay LIMIT $most
 )
-SELECT j.request_id, j.klass, m.prefill::BIGINT AS prefill, m.steps::BIGINT AS steps, f.start_ns, l.end_ns, pf.start_ns AS prefill_start_ns, pl.end_ns AS prefill_end_ns
-FROM summed m JOIN steps f ON f.k = m.k0 JOIN steps l ON l.k = m.k1 LEFT JOIN steps pf ON pf.k = m.p0 LEFT JOIN steps pl ON pl.k = m.p1
-LEFT JOIN joined j ON j.rid = m.rid ORDER BY m.prefill DESC, m.steps DESC, m.stay
+SELECT j.request_id, j.klass, m.* EXCLUDE (stay, rid) FROM summed m LEFT JOIN joined j ON j.rid = m.rid ORDER BY m.prefill DESC, m.steps DESC, m.stay
 """
+_OWN = f"SELECT phase, start_ns, end_ns FROM ({_RUNS} s.rid = $rid) ORDER BY a"
 #: What of its prefill lies in the time is taken to be as much of its tokens.
 _OVERLAPPING = """
 WITH others AS (
     SELECT rid, request_id, klass, arrival_ns + ttft_ns - least(coalesce(prefill_ns, ttft_ns), ttft_ns) AS p0, arrival_ns + ttft_ns AS p1,
            arrival_ns + coalesce(e2e_ns, ttft_ns) AS end_ns, coalesce(prompt_tokens, 0) - coalesce(cached_tokens, 0) AS computed
     FROM joined
-    WHERE billed AND ttft_ns >= 0 AND instance = $instance AND (engine IS NOT DISTINCT FROM $engine OR NOT engine_known) AND rid <> $rid
-      AND arrival_ns <= $end AND arrival_ns + coalesce(e2e_ns, ttft_ns) >= $start
+    WHERE arrival_ns BETWEEN $start - $longest AND $end AND billed AND ttft_ns >= 0 AND instance = $instance AND (engine IS NOT DISTINCT FROM $engine OR NOT engine_known) AND rid <> $rid
+      AND arrival_ns + coalesce(e2e_ns, ttft_ns) >= $start
 ),
 shared AS (
     SELECT *, greatest(least(p1, $end) - greatest(p0, $start), 0) AS prefill_ns FROM others WHERE p0 <= $end
 )
 SELECT request_id, klass, (computed * prefill_ns / greatest(p1 - p0, 1))::BIGINT AS prefill, NULL AS steps,
-       greatest(p0, $start)::BIGINT AS start_ns, least(end_ns, $end)::BIGINT AS end_ns,
-       CASE WHEN prefill_ns > 0 THEN greatest(p0, $start)::BIGINT END AS prefill_start_ns, CASE WHEN prefill_ns > 0 THEN least(p1, $end)::BIGINT END AS prefill_end_ns
-FROM shared ORDER BY prefill DESC, end_ns - start_ns DESC, rid LIMIT $most
+       [[greatest(least(p1, $end), $start)::BIGINT, least(end_ns, $end)::BIGINT]] AS decoded,
+       CASE WHEN prefill_ns > 0 THEN [[greatest(p0, $start)::BIGINT, least(p1, $end)::BIGINT]] END AS computed
+FROM shared ORDER BY prefill DESC, least(end_ns, $end) - greatest(p0, $start) DESC, rid LIMIT $most
 """
 
 
@@ -300,11 +309,25 @@ def data(found: Followed) -> list[dict[str, Any]]:
     def since(request: dict[str, Any], ns: int | None) -> Any:
         return None if ns is None else few_digits((ns - request["arrival_ns"]) / 1e9, 6)
 
+    def spans(request: dict[str, Any], found: list[list[int]] | None) -> list[list[Any]]:
+        """Spans that follow each other as one."""
+        merged: list[list[int]] = []
+        for start, end in found or ():
+            if merged and start <= merged[-1][1] + GAP_NS:
+                merged[-1][1] = max(merged[-1][1], end)
+            else:
+                merged.append([start, end])
+        return [[since(request, start), since(request, end)] for start, end in merged[:MOST_SPANS]]
+
+    def runs(request: dict[str, Any], *phases: str) -> list[list[Any]]:
+        told = [[r["start_ns"], r["end_ns"]] for r in request.get("runs", ()) if r["phase"] in phases]
+        return spans(request, told)
+
     return [
         {
             "rid": r["rid"],
-            "id": r["request_id"] or str(r["rid"]),
-            "klass": r["klass"],
+            "id": shown_name(r["request_id"] or r["rid"]),
+            "klass": shown_name(r["klass"]),
             "at_ms": r["arrival_ns"] / 1e6,
             "wait": _s(r["wait_ns"]),
             "queue": _s(r["queue_ns"]),
@@ -317,17 +340,20 @@ def data(found: Followed) -> list[dict[str, Any]]:
             "preemptions": r["preemptions"],
             "engine_known": r["engine_known"],
             "bill": [(n, few_digits(s)) for n, s in r["bill"]],
-            "culprits": [(n, c, few_digits(s)) for n, c, s in r["culprits"]],
+            "culprits": [(n, shown_name(c), few_digits(s)) for n, c, s in r["culprits"]],
             "steps": r["steps"],
+            "runs": {phase: runs(r, phase) for phase in ("prefill", "decode", "recompute")}
+            if r.get("runs")
+            else None,
             "beside": [
                 {
-                    "id": o["request_id"] or "a request nobody else told of",
-                    "klass": o["klass"] or "unknown",
+                    "id": shown_name(o["request_id"] or "a request nobody else told of"),
+                    "klass": shown_name(o["klass"] or "unknown"),
                     "prefill": o["prefill"],
                     "steps": o["steps"],
                     "basis": o["basis"],
-                    "span": [since(r, o["start_ns"]), since(r, o["end_ns"])],
-                    "computed": [since(r, o["prefill_start_ns"]), since(r, o["prefill_end_ns"])],
+                    "computed": spans(r, o["computed"]),
+                    "decoded": spans(r, o["decoded"]),
                 }
                 for o in r["beside"]
             ],

@@ -9,13 +9,17 @@ from tailscope.ledger.lines import COMPONENTS
 from tailscope.model import ClassRow, Diagnosis
 from tailscope.render import text_classes, words
 from tailscope.render.units import seconds
+from tailscope.report.columns import shown_name
 from tailscope.report.html import Html, el, table
 from tailscope.report.parts import Child, behind, section
+from tailscope.safe import printable
 
 #: Of a bar, parts below this share of it have no name of their own.
 NAMED_SHARE = 0.02
 #: Classes in a matrix, those with most seconds; a larger one is cut.
 MOST_BLAMED = 24
+#: Of a class that heads a row or column so much is shown, as in a terminal.
+LONGEST_NAME = 24
 TRUST_MARK = {"pass": "✓ ok", "warn": "! warn", "fail": "✕ FAIL"}
 CHECK_MARK = {"found": "▲", "clear": "✓", "inconclusive": "?", "no-data": "–", "failed": "✕"}
 
@@ -31,9 +35,10 @@ def classes(diagnosis: Diagnosis) -> list[Html]:
     cells: list[Sequence[Child]] = []
     for i, row in enumerate(shown):
         broken = el("strong", " SLO broken", cls="broken") if row.slo_broken else None
+        name = printable(row.klass, LONGEST_NAME)
         cells.append(
             (
-                row.klass,
+                name,
                 el("td", row.metric, broken),
                 f"{row.n:,}",
                 seconds(row.p50_s),
@@ -45,7 +50,7 @@ def classes(diagnosis: Diagnosis) -> list[Html]:
         entry = attained.get(row.klass) if i == last[row.klass] else None
         if entry:
             told = el("td", text_classes.attained(entry), cls="words")
-            cells.append((row.klass, el("td", "SLO"), f"{entry['n']:,}", "", "", "", told))
+            cells.append((name, el("td", "SLO"), f"{entry['n']:,}", "", "", "", told))
     head = ("class", "metric", "n", "p50", "p95", "p99", "tail above typical, and where it went")
     return [
         table("Latency by class", head, cells, numbers=2, until=6, cls="classes"),
@@ -164,7 +169,7 @@ def _bar(row: ClassRow) -> Html:
     less = [(n, s) for n, s in named if s < 0]
     more = [(n, s) for n, s in named if s >= 0]
     total = sum(abs(s) for _, s in named) or 1.0
-    name = f"{row.klass} {row.metric}"
+    name = f"{printable(row.klass, LONGEST_NAME)} {row.metric}"
     told = ", ".join(f"{words.signed(s)} {n}" for n, s in named)
     segments = [_segment(n, s, total) for n, s in reversed(less)]
     if less:
@@ -193,13 +198,13 @@ def _bar(row: ClassRow) -> Html:
             aria_hidden="true",
         ),
         cls="bar-row",
-        data_class=row.klass,
+        data_class=shown_name(row.klass),
     )
 
 
 def _segment(name: str, value: float, total: float) -> Html:
     share = abs(value) / total
-    label = name if share >= 0.2 else None
+    label = name if share >= 0.2 and value >= 0 else None
     cls = f"segment {css_of(name)}" + (" less" if value < 0 else "")
     return el(
         "i",
@@ -235,7 +240,7 @@ def blame(diagnosis: Diagnosis) -> Html | None:
     )
     rows = []
     for v in victims:
-        cells: list[Child] = [v]
+        cells: list[Child] = [printable(v, LONGEST_NAME)]
         for c in culprits:
             value = entries.get((v, c))
             share = 0.0 if value is None else value / total
@@ -252,7 +257,7 @@ def blame(diagnosis: Diagnosis) -> Html | None:
         lead,
         table(
             "Request-seconds, and their share of all",
-            ("waited", *(f"for {c}" for c in culprits)),
+            ("waited", *(f"for {printable(c, LONGEST_NAME)}" for c in culprits)),
             rows,
             cls="matrix",
         ),
