@@ -27,3 +27,8 @@ def amount(value: float) -> str:
     """A number without exponent."""
     short = f"{value:.3g}"
     return f"{float(short):,.0f}" if "e+" in short or abs(float(short)) >= 1000 else short
+
+
+def percent(share: float) -> str:
+    """To a tenth of a percent, which is too much for a hundred and more."""
+    return f"{share:.0%}" if abs(share) >= 0.9995 else f"{share:.1%}"

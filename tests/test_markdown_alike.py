@@ -22,6 +22,7 @@ from tailscope.model import Diagnosis
 from tailscope.render import github, markdown, text
 from tailscope.render.as_json import as_dict
 from tailscope.render.parts import Told, cells_of
+from tailscope.render.words import sentence
 from tailscope.report.build import report
 from tailscope.safe import printable
 from tailscope.sim.engine import simulate
@@ -103,19 +104,19 @@ def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def in_order(sentences: Sequence[str], where: str) -> None:
     at = 0
-    for sentence in sentences:
+    for told in sentences:
         # What has a number of its own in a list has it as markup.
-        sentence = re.sub(r"^\d\. ", "", one_space(sentence))
-        found = where.find(sentence, at)
-        assert found >= 0, f"{sentence!r} is not there, or not in its place"
-        at = found + len(sentence)
+        told = re.sub(r"^\d\. ", "", one_space(told))
+        found = where.find(told, at)
+        assert found >= 0, f"{told!r} is not there, or not in its place"
+        at = found + len(told)
 
 
 def sentences(told: Sequence[Told]) -> Iterator[str]:
     for entry in told:
         yield entry.title
         yield entry.about
-        yield from (sentence for _, texts in entry.rows for sentence in texts)
+        yield from (said for _, texts in entry.rows for said in texts)
 
 
 def test_findings_are_the_same_everywhere(said: Said) -> None:
@@ -126,9 +127,9 @@ def test_findings_are_the_same_everywhere(said: Said) -> None:
     in_order([verdict.sentence, *(entry.title for entry in said.told)], said.page)
     for entry, finding in zip(said.told, said.diagnosis.findings, strict=True):
         texts = [e.text for e in (*finding.evidence, *finding.counter_evidence)]
-        in_order([entry.title, entry.about, *map(printable, texts)], said.page)
+        in_order([entry.title, entry.about, *map(sentence, texts)], said.page)
     document = as_dict(said.diagnosis)
-    assert [(f["rule"], f["severity"], printable(f["title"], 300)) for f in document["findings"]] == [
+    assert [(f["rule"], f["severity"], sentence(f["title"])) for f in document["findings"]] == [
         (entry.rule, entry.severity, entry.title) for entry in said.told
     ]
     commands = [line.split(" title=")[1].split("::")[0] for line in said.annotations.splitlines()]
@@ -139,10 +140,10 @@ def test_rules_and_trust_are_told_in_one_order(said: Said) -> None:
     checks = [check.reason for check in said.diagnosis.checks]
     trust = [entry.detail for entry in said.diagnosis.trust]
     for where in (said.terminal, said.markdown):
-        in_order([printable(reason, 300) for reason in checks], where)
-        in_order([printable(detail, 400) for detail in trust], where)
+        in_order([sentence(reason) for reason in checks], where)
+        in_order([sentence(detail) for detail in trust], where)
     for texts in (checks, trust):
-        assert not [entry for entry in texts if one_space(printable(entry)) not in said.page]
+        assert not [entry for entry in texts if one_space(sentence(entry)) not in said.page]
 
 
 def test_quantiles_are_the_same_everywhere(said: Said) -> None:

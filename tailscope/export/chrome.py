@@ -11,6 +11,7 @@ import orjson
 import pyarrow as pa
 
 from tailscope.export.timeline import Batch, Counters, Mark, Slices, Timeline, arrow
+from tailscope.render.words import sentence
 from tailscope.safe import printable
 from tailscope.stats import Ints
 
@@ -105,10 +106,9 @@ class Writer:
         ts = (mark.start - self.first_ns) / 1e3
         place = {"pid": int(self.root[mark.track]), "tid": mark.track, "ts": ts, "cat": CATEGORY}
         args = {
-            name: printable(value, 800) if isinstance(value, str) else value
-            for name, value in mark.args.items()
+            name: sentence(value) if isinstance(value, str) else value for name, value in mark.args.items()
         }
-        event: dict[str, Any] = {**place, "name": printable(mark.name, 300), "args": args}
+        event: dict[str, Any] = {**place, "name": sentence(mark.name), "args": args}
         # An arrow ends on slices only, and on no instant.
         if mark.end is None and not (mark.begins or mark.ends):
             event |= {"ph": "i", "s": "t"}

@@ -14,6 +14,7 @@ from tailscope.export.span import Span
 from tailscope.export.timeline import Mark, Mask, Tracks, arrow
 from tailscope.model import Diagnosis, Finding, Party
 from tailscope.render.text import lead, told
+from tailscope.render.words import sentence
 from tailscope.safe import printable
 from tailscope.scan import quote
 from tailscope.stats import Ints
@@ -140,7 +141,7 @@ def _between_requests(
                 {
                     "booked_ms": line["ns"] / 1e6,
                     "component": line["component"],
-                    "finding": printable(finding.title, 300),
+                    "finding": sentence(finding.title),
                 },
                 ends=(number,),
             )

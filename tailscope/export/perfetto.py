@@ -11,6 +11,7 @@ import pyarrow as pa
 from tailscope.export import wire
 from tailscope.export.timeline import Batch, Counters, Mark, Mask, Slices, Timeline, Track
 from tailscope.export.wire import Part, constant, flatten, message, one, one_fixed64
+from tailscope.render.words import sentence
 from tailscope.safe import printable
 from tailscope.stats import Ints
 
@@ -161,7 +162,7 @@ def _descriptor(track: Track, rank: int) -> bytes:
     if track.parent is not None:
         data += one(TRACK_PARENT, track.parent)
     if track.about:
-        data += one(TRACK_ABOUT, printable(track.about, 600))
+        data += one(TRACK_ABOUT, sentence(track.about))
     if track.unit is not None:
         data += one(TRACK_COUNTER, one(COUNTER_UNIT_NAME, track.unit))
     return data + one(TRACK_CHILDREN, EXPLICIT) + one(TRACK_MERGING, BY_NAME)
@@ -169,7 +170,7 @@ def _descriptor(track: Track, rank: int) -> bytes:
 
 def _mark(mark: Mark) -> bytes:
     event = one(EVENT_TRACK, mark.track)
-    named = one(EVENT_NAME, printable(mark.name, 300))
+    named = one(EVENT_NAME, sentence(mark.name))
     for name, value in mark.args.items():
         field = ARG_TEXT if isinstance(value, str) else ARG_DOUBLE if isinstance(value, float) else ARG_INT
         named += one(EVENT_ARG, one(ARG_NAME, printable(name)) + one(field, value))

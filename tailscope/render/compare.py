@@ -22,6 +22,7 @@ from tailscope.compare.untested import told
 from tailscope.render.as_json import dumps, plain
 from tailscope.render.parts import Heading, Item, Lead
 from tailscope.render.units import amount, seconds
+from tailscope.render.words import sentence
 from tailscope.safe import printable
 
 #: Raised when a key is removed or changes its meaning; new keys do not raise it.
@@ -106,7 +107,7 @@ def sweep_text(found: Sweep, console: Console) -> None:
 def comparison_parts(found: Comparison) -> Iterator[RenderableType]:
     """All there is to say, in order."""
     style = STATUS_STYLE.get(found.status, "bold yellow")
-    yield Lead(found.status.upper(), style, printable(found.text, 900))
+    yield Lead(found.status.upper(), style, sentence(found.text))
     yield Text(_trace("before", found.before), "dim")
     yield Text(_trace("after ", found.after), "dim")
     yield Text()
@@ -128,7 +129,7 @@ def comparison_parts(found: Comparison) -> Iterator[RenderableType]:
         yield Text()
         yield Heading("Not tested")
         for line in told(found.untested):
-            yield Item(printable(line, 400), "dim")
+            yield Item(sentence(line), "dim")
     if found.as_observed:
         yield Text()
         yield Heading("All requests as they came (not the same load)")
@@ -158,12 +159,12 @@ def comparison_parts(found: Comparison) -> Iterator[RenderableType]:
         yield Text()
         yield Heading("Notes")
         for note in found.notes:
-            yield Item(printable(note, 400))
+            yield Item(sentence(note))
 
 
 def finding_line(found: FindingChange) -> str:
     shares = " to ".join("-" if s is None else f"{s:.0%}" for s in (found.before_share, found.after_share))
-    return f"{found.rule}: {printable(found.title, 200)} ({shares} of the tail's excess)"
+    return f"{found.rule}: {sentence(found.title)} ({shares} of the tail's excess)"
 
 
 def change_line(row: Change) -> str:
@@ -352,7 +353,7 @@ def _coupling(found: Comparison) -> Table:
 
 def sweep_parts(found: Sweep) -> Iterator[RenderableType]:
     """All there is to say, in order."""
-    yield Lead("", "", printable(found.text, 600))
+    yield Lead("", "", sentence(found.text))
     yield Text()
     table = _table("", *(str(i) for i, _ in enumerate(found.points, 1)), "")
     for name, cells in _sweep_rows(found):
@@ -364,9 +365,9 @@ def sweep_parts(found: Sweep) -> Iterator[RenderableType]:
         yield Text()
         yield Heading("What is full first" + (f": {found.saturates}" if found.saturates else ": cannot tell"))
         for text in found.evidence:
-            yield Item(printable(text, 400))
+            yield Item(sentence(text))
     for note in found.notes:
-        yield Text(f"note: {printable(note, 400)}", "yellow")
+        yield Text(f"note: {sentence(note)}", "yellow")
 
 
 def _sweep_rows(found: Sweep) -> Iterator[tuple[str, list[str]]]:
