@@ -39,6 +39,7 @@ WRITTEN = [
         "docs/alerts.md",
         "docs/dashboards.md",
         "docs/export.md",
+        "docs/tour.md",
         "examples/pull-request/README.md",
     ),
 ]
