@@ -72,10 +72,7 @@ def latency_section(diagnosis: Diagnosis, latency: Latency) -> Html:
             "latency",
             "Latency",
             None,
-            lacking(
-                "No request has a latency.",
-                "OpenTelemetry spans (vllm serve --otlp-traces-endpoint) or a client's log would show distributions and p99 over time.",
-            ),
+            without_latency(latency, "distributions and p99 over time"),
             *told,
         )
     metrics = [(m, m) for m in latency.curves]
@@ -113,6 +110,18 @@ def latency_section(diagnosis: Diagnosis, latency: Latency) -> Html:
         )
         if left_out
         else None,
+    )
+
+
+def without_latency(latency: Latency, what: str) -> Html:
+    if latency.left_out:
+        told = ", ".join(f"{n:,} {status}" for status, n in list(latency.left_out.items())[:5])
+        return lacking(
+            f"No request has a latency that counts: {told}. Those that end well would show {what}."
+        )
+    return lacking(
+        "No request has a latency.",
+        f"OpenTelemetry spans (vllm serve --otlp-traces-endpoint) or a client's log would show {what}.",
     )
 
 
