@@ -223,6 +223,10 @@ function latencyCharts() {
   if (!page.data.latency.n) return;
   chart("dist", drawDistribution);
   chart("times", drawTimes);
-  on("dist-metric", "change", () => redraw(["dist"]));
-  on("times-metric", "change", () => redraw(["times"]));
+  for (const name of ["dist", "times"]) {
+    on(`${name}-metric`, "change", () => {
+      filtersSay();
+      redraw([name]);
+    });
+  }
 }
