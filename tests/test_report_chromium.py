@@ -141,12 +141,12 @@ def test_names_run_nothing(tmp_path: Path) -> None:
 def test_prints_white_with_all_findings_open(example: Path) -> None:
     with opened(example, dark=True) as (page, said):
         drawn(page)
+        assert page.pdf()[:4] == b"%PDF"
         page.evaluate("dispatchEvent(new Event('beforeprint'))")
         page.emulate_media(media="print")
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
         folded = page.locator("details.finding:not([open])").count()
         assert folded == 0 and not page.locator("nav").is_visible()
-        assert page.pdf()[:4] == b"%PDF"
         page.evaluate("dispatchEvent(new Event('afterprint'))")
         assert page.locator("details.finding:not([open])").count() > 0
         drawn(page)

@@ -56,7 +56,7 @@ def page(trace: Trace, diagnosis: Diagnosis, scope: Scope, took: dict[str, float
         ("latency", "Latency", latency_panel.latency_section(diagnosis, of_requests)),
         ("excess", "Excess", tables.excess(diagnosis)),
         ("blame", "Blame", tables.blame(diagnosis)),
-        ("requests", "Requests", requests.requests_section(followed)),
+        ("requests", "Requests", requests.requests_section(followed, of_requests)),
         ("iterations", "Engine steps", iterations.iterations_section(steps)),
         ("shapes", "Lengths", shapes.shapes_section(diagnosis)),
         ("ranks", "Ranks", ranks.ranks_section(windows)),

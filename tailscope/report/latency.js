@@ -167,6 +167,8 @@ function drawTimes() {
   const every = Math.max(1, Math.ceil(places.length / MOST_DOTS));
   const s = lat.sample;
   const data = [];
+  const lines = [];
+  const many = places.length > 1000;
   let low = Infinity;
   let high = 0;
   lat.classes.forEach((name, k) => {
@@ -183,12 +185,12 @@ function drawTimes() {
       high = Math.max(high, v);
     });
     if (xs.length)
-      data.push({ type: "scatter", mode: "markers", x: xs, y: ys, text: ys.map(seconds), name: brief(name), legendgroup: String(k), showlegend: false, marker: { color: c.series[k % 8], symbol: SYMBOLS[k % 8], size: 5, opacity: 0.45 }, hovertemplate: "%{text}<extra>" + brief(name) + " request</extra>" });
+      data.push({ type: "scatter", mode: "markers", x: xs, y: ys, text: ys.map(seconds), name: brief(name), legendgroup: String(k), showlegend: false, marker: { color: c.series[k % 8], symbol: SYMBOLS[k % 8], size: many ? 4 : 5, opacity: many ? 0.22 : 0.45 }, hovertemplate: "%{text}<extra>" + brief(name) + " request</extra>" });
     const which = OVER_TIME.findIndex((_, j) => bins[k].filter((b) => b.q[j] !== null).length >= Math.max(1, bins[k].length / 3));
     if (which < 0) return;
     const told = bins[k].filter((b) => b.q[which] !== null);
     const label = `p${Math.round(OVER_TIME[which] * 100)}`;
-    data.push({
+    lines.push({
       type: "scatter",
       mode: told.length > 1 ? "lines+markers" : "markers",
       x: told.map((b) => lat.first_ms + (b.bin + 0.5) * lat.bin * 1000),
@@ -203,6 +205,8 @@ function drawTimes() {
     low = Math.min(low, ...told.map((b) => b.q[which]));
     high = Math.max(high, ...told.map((b) => b.q[which]));
   });
+  // Lines lie over the dots of all classes.
+  data.push(...lines);
   if (!data.length) return null;
   return {
     data,
@@ -219,6 +223,10 @@ function latencyCharts() {
   if (!page.data.latency.n) return;
   chart("dist", drawDistribution);
   chart("times", drawTimes);
-  on("dist-metric", "change", () => redraw(["dist"]));
-  on("times-metric", "change", () => redraw(["times"]));
+  for (const name of ["dist", "times"]) {
+    on(`${name}-metric`, "change", () => {
+      filtersSay();
+      redraw([name]);
+    });
+  }
 }

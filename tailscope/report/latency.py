@@ -18,6 +18,8 @@ MOST_SAMPLED = 20_000
 MOST_TAIL = 4_000
 #: Requests of a class's rest that are kept at least.
 LEAST_REST = 300
+#: Values whose distribution is told exactly; of more, one of every so many.
+MOST_EXACT = 8_000_000
 #: Bins of time.
 MOST_BINS = 96
 #: Names that a filter offers, those with most requests; the others are counted as one.
@@ -100,7 +102,7 @@ def _shares(n: int) -> list[float]:
     """Where a distribution of n values is told."""
     even = [i / EVEN * 0.9 for i in range(EVEN)]
     tail = [1 - 10 ** -(1 + i / A_DECADE) for i in range(A_DECADE * (DECADES - 1))]
-    return [q for q in even + tail if q <= 1 - 1 / max(n, 1)] + [1.0]
+    return [q for q in even + tail if q <= 1 - 1 / max(n, 1)] or [0.0]
 
 
 def _curves(trace: Trace) -> dict[str, dict[str, dict[str, Any]]]:
@@ -108,26 +110,37 @@ def _curves(trace: Trace) -> dict[str, dict[str, dict[str, Any]]]:
     [most] = trace.rows("SELECT max(n) AS n FROM (SELECT count(*) AS n FROM report_pool GROUP BY klass)")
     found = {}
     for metric, column in METRICS.items():
-        found[metric] = _curve(trace, f"{column} / 1e9", f"report_pool WHERE {column} >= 0", most["n"])
+        relation = f"(SELECT rid AS id, klass, {column} / 1e9 AS s FROM report_pool WHERE {column} >= 0)"
+        found[metric] = _curve(trace, relation, most["n"])
     [gaps] = trace.rows("SELECT count(*) AS n FROM gap_times")
     if gaps["n"]:
-        found["ITL"] = _curve(trace, "(end_ns - start_ns) / 1e9", "gaps", gaps["n"])
+        found["ITL"] = _curve(
+            trace, "(SELECT id, klass, (end_ns - start_ns) / 1e9 AS s FROM gaps)", gaps["n"]
+        )
     return {metric: curves for metric, curves in found.items() if curves}
 
 
-def _curve(trace: Trace, value: str, relation: str, n: int) -> dict[str, dict[str, Any]]:
-    shares = _shares(n)
+def _curve(trace: Trace, relation: str, n: int) -> dict[str, dict[str, Any]]:
+    """Of `relation` (id, klass, s). Of tens of millions of token gaps so many as memory holds, chosen by a hash."""
+    every = max(1, -(-n // MOST_EXACT))
+    shares = _shares(n // every)
     rows = trace.rows(
-        f"SELECT klass, count(*) AS n, quantile_cont({value}, {shares}) AS s FROM {relation} GROUP BY klass ORDER BY klass"
+        f"SELECT klass, count(*) AS n, max(s) AS most, count(*) FILTER (WHERE hash(id) % $every = 0) AS some, "
+        f"quantile_cont(s, {shares}) FILTER (WHERE hash(id) % $every = 0) AS s FROM {relation} GROUP BY klass ORDER BY klass",
+        {"every": every},
     )
     curves = {}
     for row in rows:
-        # Beyond the largest of n values nothing is known.
-        told = [i for i, q in enumerate(shares) if q <= 1 - 1 / row["n"] or q == 1.0]
+        if not row["some"]:
+            continue
+        # Beyond the largest of the values nothing is known but the largest.
+        told = [(q, s) for q, s in zip(shares, row["s"], strict=True) if q <= 1 - 1 / row["some"]]
+        told.append((1.0, row["most"]))
         curves[row["klass"]] = {
             "n": row["n"],
-            "q": [few_digits(shares[i], 6) for i in told],
-            "s": short(float(row["s"][i]) for i in told),
+            "every": every,
+            "q": [few_digits(q, 6) for q, _ in told],
+            "s": short(float(s) for _, s in told),
         }
     return curves
 

@@ -72,10 +72,7 @@ def latency_section(diagnosis: Diagnosis, latency: Latency) -> Html:
             "latency",
             "Latency",
             None,
-            lacking(
-                "No request has a latency.",
-                "OpenTelemetry spans (vllm serve --otlp-traces-endpoint) or a client's log would show distributions and p99 over time.",
-            ),
+            without_latency(latency, "distributions and p99 over time"),
             *told,
         )
     metrics = [(m, m) for m in latency.curves]
@@ -90,8 +87,7 @@ def latency_section(diagnosis: Diagnosis, latency: Latency) -> Html:
         chart(
             "dist",
             "How latencies are distributed, by class",
-            "The share of requests that take longer than a time, both axes logarithmic: a line that bends to the right has "
-            f"a long tail. {_furthest(latency, first)}",
+            dist_says(latency, first),
             choice("dist-metric", "Metric", metrics, first),
             height=360,
         ),
@@ -99,7 +95,7 @@ def latency_section(diagnosis: Diagnosis, latency: Latency) -> Html:
         chart(
             "times",
             "Latency over time, by class",
-            _worst_bin(latency, first) if first in latency.times else "",
+            times_says(latency, first) if first in latency.times else "",
             choice("times-metric", "Metric", over_time, first),
             height=380,
         ),
@@ -113,6 +109,18 @@ def latency_section(diagnosis: Diagnosis, latency: Latency) -> Html:
         )
         if left_out
         else None,
+    )
+
+
+def without_latency(latency: Latency, what: str) -> Html:
+    if latency.left_out:
+        told = ", ".join(f"{n:,} {status}" for status, n in list(latency.left_out.items())[:5])
+        return lacking(
+            f"No request has a latency that counts: {told}. Those that end well would show {what}."
+        )
+    return lacking(
+        "No request has a latency.",
+        f"OpenTelemetry spans (vllm serve --otlp-traces-endpoint) or a client's log would show {what}.",
     )
 
 
@@ -138,6 +146,16 @@ def quantile(curve: dict[str, Any], q: float) -> float | None:
     return float(s0 + (s1 - s0) * (q - q0) / (q1 - q0))
 
 
+def dist_says(latency: Latency, metric: str) -> str:
+    what = "token gaps" if metric == "ITL" else "requests"
+    every = max(curve["every"] for curve in latency.curves[metric].values())
+    some = f" One of every {every} {what} is counted, chosen by a hash." if every > 1 else ""
+    return (
+        f"The share of {what} that take longer than a time, both axes logarithmic: a line that bends to the right has a long tail. "
+        f"{_furthest(latency, metric)}{some}"
+    )
+
+
 def _furthest(latency: Latency, metric: str) -> str:
     """The class whose slowest are furthest from its median."""
     found = []
@@ -152,7 +170,7 @@ def _furthest(latency: Latency, metric: str) -> str:
     return f"The {metric} of {klass} has the longest here: {name_of(q)} {seconds(high)} is {ratio:.3g} times its median of {seconds(median)}."
 
 
-def _worst_bin(latency: Latency, metric: str) -> str:
+def times_says(latency: Latency, metric: str) -> str:
     rows = latency.times[metric]
     for q in reversed(OVER_TIME):
         name = name_of(q)
@@ -230,5 +248,9 @@ def data(latency: Latency) -> dict[str, Any]:
             m: {shown_name(k): curve for k, curve in curves.items()} for m, curves in latency.curves.items()
         },
         "times": latency.times,
+        "says": {
+            "dist": {metric: dist_says(latency, metric) for metric in latency.curves},
+            "times": {metric: times_says(latency, metric) for metric in latency.times},
+        },
         "sample": latency.sample,
     }

@@ -6,8 +6,8 @@ function filtersSay() {
   if (!out) return;
   if (!narrowed()) {
     out.textContent = lat.all;
-    says("dist");
-    says("times");
+    says("dist", lat.says?.dist[value("dist-metric")]);
+    says("times", lat.says?.times[value("times-metric")]);
     says("shapes");
     return;
   }

@@ -172,7 +172,12 @@ function heatCharts() {
   if (page.data.ranks.length) {
     chart("ranks", drawRanks, { nothing: "No collective of this window lies in a step.", height: rankHeight });
     chart("phases", drawPhases, { nothing: "This phase does not appear in the window.", height: rankHeight });
-    on("ranks-window", "change", () => redraw(["ranks", "phases"]));
+    on("ranks-window", "change", () => {
+      const w = page.data.ranks[Number(value("ranks-window"))];
+      says("ranks", w.says);
+      says("phases", w.phase_says);
+      redraw(["ranks", "phases"]);
+    });
     on("ranks-what", "change", () => redraw(["ranks"]));
     on("phases-what", "change", () => redraw(["phases"]));
   }

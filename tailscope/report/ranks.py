@@ -236,6 +236,8 @@ def data(windows: list[Window]) -> list[dict[str, Any]]:
     return [
         {
             "name": shown_name(w.name),
+            "says": _says(w),
+            "phase_says": _phase_says(w),
             "ranks": [r["rank"] for r in w.ranks],
             "steps": w.steps,
             "each": w.each,

@@ -78,7 +78,7 @@ function drawRequestSteps() {
     layout: layout({
       barmode: "stack",
       bargap: 0,
-      xaxis: { title: { text: "seconds since it arrived" } },
+      xaxis: { title: { text: "seconds since it arrived" }, range: [0, 1.05 * Math.max(r.e2e ?? r.ttft, s.at.at(-1) + s.took.at(-1))] },
       yaxis: { title: { text: s.steps.some((n) => n > 1) ? "steps took, s" : "step took, s" }, rangemode: "tozero" },
       shapes: marks.map(([at]) => ({ type: "line", x0: at, x1: at, yref: "paper", y0: 0, y1: 1, line: { color: c.ink, width: 1, dash: "dot" } })),
       annotations: marks.map(([x, text, y, xanchor]) => ({ x, yref: "paper", y, yanchor: "bottom", xanchor, text, showarrow: false, font: { size: 11, color: c.dim } })),
@@ -119,7 +119,7 @@ function showBill() {
       bar.append(part);
     }
   }
-  for (const [name, s] of [...r.bill].sort((a, b) => b[1] - a[1]).slice(0, 8)) {
+  for (const [name, s] of [...r.bill].sort((a, b) => b[1] - a[1]).filter(([, s], i) => i < 2 || s > whole_s / 1000).slice(0, 8)) {
     const item = element("li");
     item.append(element("i", `swatch p-${name.replaceAll("_", "-")}`), `${seconds(s)} ${name}`);
     list.append(item);

@@ -11,6 +11,8 @@ from tailscope.ledger.lines import COMPONENTS
 from tailscope.render.units import seconds
 from tailscope.report.columns import Columns, columns, few_digits, shown_name
 from tailscope.report.html import Html, el, table
+from tailscope.report.latency import Latency
+from tailscope.report.latency_panel import without_latency
 from tailscope.report.parts import behind, chart, choice, clock, lacking, section
 from tailscope.store import Trace
 
@@ -207,16 +209,13 @@ FROM shared ORDER BY prefill DESC, least(end_ns, $end) - greatest(p0, $start) DE
 """
 
 
-def requests_section(found: Followed) -> Html:
+def requests_section(found: Followed, of: Latency) -> Html:
     if not found.requests:
         return section(
             "requests",
             "Slow requests",
             None,
-            lacking(
-                "No request has a latency.",
-                "OpenTelemetry spans (vllm serve --otlp-traces-endpoint) would show where each request's time went.",
-            ),
+            without_latency(of, "where each request's time went"),
         )
     slowest = max(found.requests, key=lambda r: r["e2e_ns"] or r["ttft_ns"] or 0)
     options = [(str(r["rid"]), _option(r)) for r in found.requests]
