@@ -15,6 +15,7 @@ import pytest
 from perfetto_reader import Read, Slice, read
 from real import EXAMPLE, ROOT
 from reports import HOSTILE
+from test_cli import tailscope
 from worlds import MS, START_NS, S, write
 
 from tailscope.align import Scope
@@ -251,7 +252,7 @@ def test_more_than_fits_is_cut_about_the_worst_finding_and_said_so(mixed: Case, 
     starts = [s.start for s in found.slices if not found.path(s.track).startswith("findings")]
     assert written.span.first_ns <= min(starts) and max(starts) <= written.span.last_ns
     assert re.search(
-        r"^[\d,]+ slices and counter values are more than the 4,000 of one timeline: written is \S+ to \S+ UTC, around finding 1 "
+        r"^up to [\d,]+ slices and counter values are more than the 4,000 of one timeline: written is \S+ to \S+ UTC, around finding 1 "
         r"\([\d,]+\)\. For another part say --from and --to, up to \d+[smh] apart where it is as dense, or --last \d+[smh]; for more at "
         r"once, --most-slices$",
         written.span.left_out,
@@ -370,3 +371,35 @@ def test_times_that_cannot_be_are_kept_in_order(tmp_path: Path) -> None:
         export(trace, Config(), Scope(), tmp_path / "out.pftrace")
     found = read(tmp_path / "out.pftrace")
     assert sum(s.depth == 0 and s.name.startswith("request") for s in found.slices) == len(rows)
+
+
+# -- the command ------------------------------------------------------------------------------------
+
+
+def test_the_command_says_what_it_wrote_and_what_it_left_out(mixed: Case, tmp_path: Path) -> None:
+    out = tmp_path / "a.pftrace"
+    done = tailscope("export", "perfetto", mixed.path, "-o", out, "--most-slices", "4000")
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(
+        r"\S+a\.pftrace: [\d,]+ slices and [\d,]+ counter values on \d+ tracks, [\d.]+ MB; \d+ arrows: of each finding the 100 longest "
+        r"waits at most\. Open it in https://ui\.perfetto\.dev\n",
+        done.stdout,
+    )
+    assert done.stderr.startswith("tailscope: ") and "written is" in done.stderr
+    read(out)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["-o", "."], "is a folder; name a file"),
+        (["-o", "out", "--class", "nobody"], "--class 'nobody'"),
+        (["-o", "out", "--last", "soon"], "--last 'soon'"),
+        (["-o", "out", "--from", "2030-01-01"], "nothing with a time begins"),
+    ],
+)
+def test_a_mistake_is_one_sentence(mixed: Case, tmp_path: Path, args: list[str], message: str) -> None:
+    done = tailscope("export", "perfetto", mixed.path, *args, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr and done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())

@@ -74,7 +74,7 @@ def choose(trace: Trace, scope: Scope, findings: Sequence[Finding], most: int) -
     begin, end, kept = int(edges[low]), int(edges[max(beyond, low + 1)]) - 1, int(weights[low:beyond].sum())
     why = f"around finding {number}" if focus else "the last that fits"
     text = (
-        f"{_count(total)} slices and counter values are more than the {_count(most)} of one timeline: written is {_clock(begin)} to "
+        f"up to {_count(total)} slices and counter values are more than the {_count(most)} of one timeline: written is {_clock(begin)} to "
         f"{_clock(end)} UTC, {why} ({_count(kept)}). For another part say --from and --to, up to {_duration(end - begin)} apart where "
         f"it is as dense, or --last {_duration(_last_that_fits(weights, edges, most))}; for more at once, --most-slices"
     )
