@@ -281,10 +281,16 @@ def test_a_moment_that_is_too_full_is_still_bounded(tmp_path: Path) -> None:
 
 
 def test_class_and_window_are_kept_to(mixed: Case, tmp_path: Path) -> None:
+    def classes(found: Read) -> set[str]:
+        paths = [found.path(s.track).split("/")[-1] for s in found.slices]
+        return {path for path in paths if path.startswith("requests ")}
+
     _, found = exported(mixed, tmp_path, Scope(klass="<8k"))
-    assert {
-        found.path(s.track).split("/")[-1] for s in found.slices if "/requests " in found.path(s.track)
-    } == {"requests <8k"}
+    assert classes(found) == {"requests <8k"}
+    # Of a class that waits for another the other is shown, too.
+    _, found = exported(mixed, tmp_path, Scope(klass="<512"))
+    assert classes(found) == {"requests <8k", "requests <512"}
+    assert found.flows
     start, end = 1_795_963_214 * S, 1_795_963_264 * S
     _, found = exported(mixed, tmp_path, Scope(start, end))
     starts = [s.start for s in found.slices if not found.path(s.track).startswith("findings")]

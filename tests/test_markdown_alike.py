@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from real import EXAMPLE, ROOT
 from rich.console import Console
+from rich.table import Table
 from test_markdown import one_space, shown
 
 from tailscope.align import Scope
@@ -147,7 +148,7 @@ def test_rules_and_trust_are_told_in_one_order(said: Said) -> None:
 
 
 def test_quantiles_are_the_same_everywhere(said: Said) -> None:
-    (table, *_) = [part for part in text.parts(said.diagnosis) if hasattr(part, "columns")]
+    (table, *_) = [part for part in text.parts(said.diagnosis) if isinstance(part, Table)]
     for row in cells_of(table)[1]:
         cells = [one_space(cell) for cell in row if cell.strip()]
         in_order(cells, said.terminal)

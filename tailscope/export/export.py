@@ -89,7 +89,7 @@ def _timeline(trace: Trace, diagnosis: Diagnosis | None, span: Span) -> tuple[Ti
     of_engines, of_events = engines.place(trace, span, tracks, instances)
     of_requests = requests.place(trace, span, tracks, names, instances)
     of_ranks = ranks.place(trace, span, tracks)
-    flows, arrows = findings.arrows(trace, diagnosis, of_requests, of_ranks) if diagnosis else ([], "")
+    flows, arrows = findings.arrows(trace, diagnosis, span, of_requests, of_ranks) if diagnosis else ([], "")
 
     def batches() -> Iterator[Batch]:
         if marks:

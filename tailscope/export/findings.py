@@ -61,10 +61,22 @@ def marks(diagnosis: Diagnosis, span: Span, tracks: Tracks) -> list[Mark]:
     return found
 
 
-def arrows(trace: Trace, diagnosis: Diagnosis, requests: Requests, ranks: Ranks) -> tuple[list[Mark], str]:
+def arrows(
+    trace: Trace, diagnosis: Diagnosis, span: Span, requests: Requests, ranks: Ranks
+) -> tuple[list[Mark], str]:
     """Marks that flows join, and a sentence on how many of how many waits they show."""
     numbers = count(1)
     written: list[Mark] = []
+    # Only what lies on the timeline can have an arrow.
+    trace.connection.register(
+        "arrow_requests",
+        arrow(
+            rid=requests.rid,
+            prefill_ns=requests.edges[:, 2],
+            first_token_ns=requests.edges[:, 3],
+            last_ns=requests.edges[:, -1],
+        ),
+    )
     seen: set[tuple[Any, ...]] = set()
     taken: set[tuple[int, str]] = set()
     for entry, finding in zip(told(diagnosis.findings), diagnosis.findings, strict=True):
@@ -77,7 +89,8 @@ def arrows(trace: Trace, diagnosis: Diagnosis, requests: Requests, ranks: Ranks)
                 seen.add(key)
                 written += _between_requests(trace, finding, victims, requests, numbers, taken)
         elif finding.culprit.kind == "rank":
-            written += _between_ranks(trace, finding, ranks, numbers)
+            written += _between_ranks(trace, finding, span, ranks, numbers)
+    trace.connection.unregister("arrow_requests")
     drawn = sum(len(mark.ends) for mark in written)
     return written, f"{drawn:,} arrows: of each finding the {MOST_ARROWS} longest waits at most"
 
@@ -100,7 +113,7 @@ def _between_requests(
     lines = trace.rows(
         f"""
         SELECT l.id AS rid, l.place, arg_max(l.component, l.ns) AS component, sum(l.ns)::BIGINT AS ns
-        FROM bill_lines l JOIN joined j ON j.rid = l.id
+        FROM bill_lines l JOIN joined j ON j.rid = l.id SEMI JOIN arrow_requests a ON a.rid = l.id
         WHERE {blamed} AND {of_claim} AND j.klass IN ({", ".join(map(quote, victims))}) AND l.place IN {PLACES}
         GROUP BY l.id, l.place
         -- Of each request the place where it waited longest.
@@ -108,11 +121,7 @@ def _between_requests(
         ORDER BY ns DESC, l.id LIMIT {MOST_ARROWS}
         """
     )
-    lines = [
-        line
-        for line, there in zip(lines, requests.has(_column(lines, "rid")), strict=True)
-        if there and (line["rid"], line["place"]) not in taken
-    ]
+    lines = [line for line in lines if (line["rid"], line["place"]) not in taken]
     taken |= {(line["rid"], line["place"]) for line in lines}
     if not lines:
         return []
@@ -184,16 +193,6 @@ def _culprits(
 ) -> dict[int, tuple[int, int, int]]:
     """Of each wait the request whose prefill, or stay, shares most time with it: its id, and the time shared."""
     con = trace.connection
-    # Only what lies on the timeline can have an arrow.
-    con.register(
-        "arrow_requests",
-        arrow(
-            rid=requests.rid,
-            prefill_ns=requests.edges[:, 2],
-            first_token_ns=requests.edges[:, 3],
-            last_ns=requests.edges[:, -1],
-        ),
-    )
     con.register(
         "arrow_waits",
         arrow(wait=np.arange(len(rids)), victim=rids, begin_ns=begin, end_ns=end, by_prefill=by_prefill),
@@ -214,19 +213,21 @@ def _culprits(
         ORDER BY w.wait
         """
     ).fetchall()
-    con.unregister("arrow_requests")
     con.unregister("arrow_waits")
     return {int(wait): (int(rid), int(first), int(last)) for wait, rid, first, last in rows}
 
 
-def _between_ranks(trace: Trace, finding: Finding, ranks: Ranks, numbers: count[int]) -> list[Mark]:
+def _between_ranks(
+    trace: Trace, finding: Finding, span: Span, ranks: Ranks, numbers: count[int]
+) -> list[Mark]:
     """The collectives in which the rank's own lateness cost the most: from where it came to where the others went on."""
     try:
         rank = int(finding.culprit.id)
     except ValueError:
         return []
     world = finding.culprit.detail.get("world")
-    first, last = finding.window_ns or (0, 2**62)
+    first, last = finding.window_ns or (span.first_ns, span.last_ns)
+    first, last = max(first, span.first_ns), min(last, span.last_ns)
     rounds = trace.rows(
         f"""
         WITH worst AS (

@@ -46,9 +46,6 @@ class Requests:
         place = order[np.searchsorted(self.rid, rids, sorter=order)]
         return self.track[place], self.edges[place]
 
-    def has(self, rids: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        return np.isin(rids, self.rid)
-
 
 def place(trace: Trace, span: Span, tracks: Tracks, names: Names, instances: dict[str, int]) -> Requests:
     """Give each request of the span its lane. `instances`: their tracks, made here where they are missing."""

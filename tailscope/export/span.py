@@ -29,7 +29,8 @@ class Span:
 
     first_ns: int
     last_ns: int
-    klass: str | None
+    #: Requests of these; None: of all.
+    classes: tuple[str, ...] | None
     instance: str | None
     slices: int
     left_out: str | None = None
@@ -41,22 +42,23 @@ class Span:
     @property
     def requests(self) -> str:
         """Of `joined` the rows to show."""
-        test = "arrival_ns BETWEEN $first_ns AND $last_ns"
-        return test if self.klass is None else f"{test} AND klass = {quote(self.klass)}"
+        return f"arrival_ns BETWEEN $first_ns AND $last_ns AND {_of_classes(self.classes)}"
 
 
 def choose(trace: Trace, scope: Scope, findings: Sequence[Finding], most: int) -> Span:
     """All that the scope has, or where that is more than `most` slices, as much time as fits, about the worst finding."""
+    classes = _classes(scope, findings)
     bounds = trace.rows(
-        "SELECT min(ns) AS first_ns, max(ns) AS last_ns FROM (" + _begins(scope) + ")", _parameters(scope)
+        "SELECT min(ns) AS first_ns, max(ns) AS last_ns FROM (" + _begins(scope, classes) + ")",
+        _parameters(scope),
     )[0]
     if bounds["first_ns"] is None:
-        return Span(0, 0, scope.klass, scope.instance, 0)
+        return Span(0, 0, classes, scope.instance, 0)
     first, last = int(bounds["first_ns"]), int(bounds["last_ns"])
-    weights, edges = _histogram(trace, scope, first, last)
+    weights, edges = _histogram(trace, scope, classes, first, last)
     total = int(weights.sum())
     if total <= most:
-        return Span(first, last, scope.klass, scope.instance, total)
+        return Span(first, last, classes, scope.instance, total)
     number, focus = next(
         ((i, f.window_ns) for i, f in enumerate(findings, 1) if f.status == "found" and f.window_ns),
         (0, None),
@@ -70,7 +72,7 @@ def choose(trace: Trace, scope: Scope, findings: Sequence[Finding], most: int) -
             break
         # One bin alone is too much: look into it.
         at = int(np.clip(np.searchsorted(edges, middle, "right") - 1, 0, BINS - 1))
-        weights, edges = _histogram(trace, scope, int(edges[at]), int(edges[at + 1]) - 1)
+        weights, edges = _histogram(trace, scope, classes, int(edges[at]), int(edges[at + 1]) - 1)
     begin, end, kept = int(edges[low]), int(edges[max(beyond, low + 1)]) - 1, int(weights[low:beyond].sum())
     why = f"around finding {number}" if focus else "the last that fits"
     text = (
@@ -78,18 +80,36 @@ def choose(trace: Trace, scope: Scope, findings: Sequence[Finding], most: int) -
         f"{_clock(end)} UTC, {why} ({_count(kept)}). For another part say --from and --to, up to {_duration(end - begin)} apart where "
         f"it is as dense, or --last {_duration(_last_that_fits(weights, edges, most))}; for more at once, --most-slices"
     )
-    return Span(begin, end, scope.klass, scope.instance, kept, text)
+    return Span(begin, end, classes, scope.instance, kept, text)
+
+
+def _classes(scope: Scope, findings: Sequence[Finding]) -> tuple[str, ...] | None:
+    """The class that is asked for, and those that it waits for as findings say."""
+    if scope.klass is None:
+        return None
+    causes = [
+        f.culprit.id
+        for f in findings
+        if f.status == "found"
+        and f.culprit.kind == "class"
+        and any((v.kind, v.id) == ("class", scope.klass) for v in f.victims)
+    ]
+    return tuple(dict.fromkeys([scope.klass, *causes]))
+
+
+def _of_classes(classes: tuple[str, ...] | None) -> str:
+    return "true" if classes is None else f"klass IN ({', '.join(map(quote, classes))})"
 
 
 def _parameters(scope: Scope) -> dict[str, Any]:
-    return {"from_ns": scope.from_ns, "to_ns": scope.to_ns, "klass": scope.klass}
+    return {"from_ns": scope.from_ns, "to_ns": scope.to_ns}
 
 
-def _begins(scope: Scope) -> str:
+def _begins(scope: Scope, classes: tuple[str, ...] | None) -> str:
     """When each row begins, and how many slices it makes."""
     inside = "($from_ns IS NULL OR ns >= $from_ns) AND ($to_ns IS NULL OR ns < $to_ns)"
     rows = {
-        "requests": "SELECT arrival_ns FROM joined WHERE ($klass IS NULL OR klass = $klass)",
+        "requests": f"SELECT arrival_ns FROM joined WHERE {_of_classes(classes)}",
         "steps": "SELECT start_ns FROM steps",
         "rounds": "SELECT start_ns FROM rank_rounds",
         "events": "SELECT time_ns FROM events WHERE instant(time_ns) IS NOT NULL",
@@ -104,10 +124,12 @@ def _begins(scope: Scope) -> str:
     return f"SELECT ns, weight FROM ({union}) t(ns, weight) WHERE {inside}"
 
 
-def _histogram(trace: Trace, scope: Scope, first: int, last: int) -> tuple[Ints, Ints]:
+def _histogram(
+    trace: Trace, scope: Scope, classes: tuple[str, ...] | None, first: int, last: int
+) -> tuple[Ints, Ints]:
     width = max((last - first) // BINS + 1, 1)
     rows = trace.connection.execute(
-        f"SELECT (ns - $first) // $width AS bin, sum(weight)::BIGINT AS weight FROM ({_begins(scope)}) "
+        f"SELECT (ns - $first) // $width AS bin, sum(weight)::BIGINT AS weight FROM ({_begins(scope, classes)}) "
         "WHERE ns BETWEEN $first AND $last GROUP BY bin",
         {**_parameters(scope), "first": first, "last": last, "width": width},
     ).fetchnumpy()
