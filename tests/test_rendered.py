@@ -38,6 +38,7 @@ WRITTEN = [
         "docs/steps.md",
         "docs/alerts.md",
         "docs/dashboards.md",
+        "docs/report.md",
     ),
 ]
 PAGES = [*WRITTEN, *(f"docs/{name}" for name in reference.pages())]
