@@ -18,6 +18,8 @@ from tailscope.safe import printable
 NAMED_SHARE = 0.02
 #: Classes in a matrix, those with most seconds; a larger one is cut.
 MOST_BLAMED = 24
+#: Bars of excess.
+MOST_BARS = 40
 #: Of a class that heads a row or column so much is shown, as in a terminal.
 LONGEST_NAME = 24
 TRUST_MARK = {"pass": "✓ ok", "warn": "! warn", "fail": "✕ FAIL"}
@@ -120,6 +122,9 @@ def excess(diagnosis: Diagnosis) -> Html | None:
     rows = [row for row in words.shown([r for r in diagnosis.classes if r.n]) if row.excess_s and row.excess]
     if not rows:
         return None
+    of = len(rows)
+    kept = sorted(range(of), key=lambda i: -(rows[i].excess_s or 0.0) * rows[i].tail_n)[:MOST_BARS]
+    rows = [rows[i] for i in sorted(kept)]
     worst = max(rows, key=lambda row: (row.excess_s or 0.0) / (row.p50_s or 1.0))
     name, most = max(worst.excess.items(), key=lambda item: item[1])
     lead = (
@@ -136,7 +141,8 @@ def excess(diagnosis: Diagnosis) -> Html | None:
         el("div", [_bar(row) for row in rows], cls="bars"),
         el(
             "p",
-            "A bar is as long as what was added; what lies left of the line was less than typical. ",
+            "Each bar is the whole of its own excess; what lies left of a line was less than typical."
+            + (f" {len(rows)} of {of} rows, those with most request-seconds." if of > len(rows) else ""),
             cls="note",
         ),
         behind(
