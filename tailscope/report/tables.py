@@ -55,7 +55,7 @@ def classes(diagnosis: Diagnosis) -> list[Html]:
             cells.append((name, el("td", "SLO"), f"{entry['n']:,}", "", "", "", told))
     head = ("class", "metric", "n", "p50", "p95", "p99", "tail above typical, and where it went")
     return [
-        table("Latency by class", head, cells, numbers=2, until=6, cls="classes"),
+        table("Latency by class", head, cells, numbers=2, until=6, cls="classes stacked"),
         el("p", words.CLASSES_NOTE, cls="note"),
         *_beside(diagnosis),
     ]
@@ -295,7 +295,10 @@ def rules(diagnosis: Diagnosis) -> Html:
         for check in diagnosis.checks
     ]
     return section(
-        "rules", words.RULES, lead, table("What each rule says", ("rule", "status", "why"), rows, numbers=9)
+        "rules",
+        words.RULES,
+        lead,
+        table("What each rule says", ("rule", "status", "why"), rows, numbers=9, cls="stacked"),
     )
 
 
@@ -330,7 +333,7 @@ def trust(diagnosis: Diagnosis) -> Html:
         "trust",
         "Trust and coverage",
         lead,
-        table("Checks", ("check", "status", "detail"), rows, numbers=9),
+        table("Checks", ("check", "status", "detail"), rows, numbers=9, cls="stacked"),
         missing if diagnosis.missing else None,
         table("What was read", ("kind", "files", "rows", "rejected", "duplicate"), sources)
         if sources
