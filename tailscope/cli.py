@@ -13,6 +13,7 @@ import typer
 
 from tailscope.cli_alerts import alerts
 from tailscope.cli_dashboards import dashboards
+from tailscope.cli_export import app as export
 from tailscope.cli_options import (
     ClassOption,
     ConfigOption,
@@ -365,6 +366,7 @@ def rules(
 
 app.command()(alerts)
 app.command()(dashboards)
+app.add_typer(export, name="export")
 app.command()(report)
 
 

@@ -21,6 +21,8 @@ from tailscope.compare.sweep import Sweep
 from tailscope.compare.untested import told
 from tailscope.render.as_json import dumps, plain
 from tailscope.render.parts import Heading, Item, Lead
+from tailscope.render.units import amount, seconds
+from tailscope.render.words import sentence
 from tailscope.safe import printable
 
 #: Raised when a key is removed or changes its meaning; new keys do not raise it.
@@ -105,7 +107,7 @@ def sweep_text(found: Sweep, console: Console) -> None:
 def comparison_parts(found: Comparison) -> Iterator[RenderableType]:
     """All there is to say, in order."""
     style = STATUS_STYLE.get(found.status, "bold yellow")
-    yield Lead(found.status.upper(), style, printable(found.text, 900))
+    yield Lead(found.status.upper(), style, sentence(found.text))
     yield Text(_trace("before", found.before), "dim")
     yield Text(_trace("after ", found.after), "dim")
     yield Text()
@@ -127,7 +129,7 @@ def comparison_parts(found: Comparison) -> Iterator[RenderableType]:
         yield Text()
         yield Heading("Not tested")
         for line in told(found.untested):
-            yield Item(printable(line, 400), "dim")
+            yield Item(sentence(line), "dim")
     if found.as_observed:
         yield Text()
         yield Heading("All requests as they came (not the same load)")
@@ -157,12 +159,12 @@ def comparison_parts(found: Comparison) -> Iterator[RenderableType]:
         yield Text()
         yield Heading("Notes")
         for note in found.notes:
-            yield Item(printable(note, 400))
+            yield Item(sentence(note))
 
 
 def finding_line(found: FindingChange) -> str:
     shares = " to ".join("-" if s is None else f"{s:.0%}" for s in (found.before_share, found.after_share))
-    return f"{found.rule}: {printable(found.title, 200)} ({shares} of the tail's excess)"
+    return f"{found.rule}: {sentence(found.title)} ({shares} of the tail's excess)"
 
 
 def change_line(row: Change) -> str:
@@ -175,8 +177,8 @@ def change_line(row: Change) -> str:
 def _trace(name: str, about: About) -> str:
     return (
         f"{name} {printable(about.path)}: {about.requests:,} requests in {(about.last_ns - about.first_ns) / 1e9:,.0f} s "
-        f"({about.rate:.3g}/s, {about.loop} loop, {about.in_flight:.3g} in flight), {about.blocks:.0f} blocks of "
-        f"{about.block_s:.3g} s"
+        f"({amount(about.rate)}/s, {about.loop} loop, {amount(about.in_flight)} in flight), {about.blocks:.0f} blocks of "
+        f"{seconds(about.block_s)}"
     )
 
 
@@ -208,7 +210,7 @@ def _load_status(item: LoadItem) -> str:
 def _amount(value: float | str, unit: str) -> str:
     if isinstance(value, str):
         return value
-    return f"{value:.3g}{f' {unit}' if unit else ''}"
+    return f"{amount(value)}{f' {unit}' if unit else ''}"
 
 
 def _load_interval(item: LoadItem) -> str:
@@ -275,7 +277,7 @@ def _change(row: Change) -> str:
         return ""
     low, high = row.interval
     if high > MOST_PERCENT:
-        return f"{1 + row.change:.3g}x" if row.before_s and row.before_s > FLOOR_S else ""
+        return f"{amount(1 + row.change)}x" if row.before_s and row.before_s > FLOOR_S else ""
     return f"{row.change:+.1%} [{low:+.1%}, {high:+.1%}]"
 
 
@@ -306,10 +308,18 @@ def _outcomes(rows: Sequence[Outcome]) -> Table:
             cells = [f"{row.before:.2%}", f"{row.after:.2%}", f"{100 * row.difference:+.2g} points"]
             interval = "" if row.interval is None else " to ".join(f"{100 * v:+.2g}" for v in row.interval)
         else:
-            cells = [f"{row.before:.3g} {row.unit}", f"{row.after:.3g} {row.unit}", f"{row.difference:+.3g}"]
-            interval = "" if row.interval is None else " to ".join(f"{v:+.3g}" for v in row.interval)
+            cells = [
+                f"{amount(row.before)} {row.unit}",
+                f"{amount(row.after)} {row.unit}",
+                _more(row.difference),
+            ]
+            interval = "" if row.interval is None else " to ".join(map(_more, row.interval))
         table.add_row(name, *cells, interval)
     return table
+
+
+def _more(value: float) -> str:
+    return f"{'-' if value < 0 else '+'}{amount(abs(value))}"
 
 
 def _bill(parts: Sequence[Part]) -> Table:
@@ -343,7 +353,7 @@ def _coupling(found: Comparison) -> Table:
 
 def sweep_parts(found: Sweep) -> Iterator[RenderableType]:
     """All there is to say, in order."""
-    yield Lead("", "", printable(found.text, 600))
+    yield Lead("", "", sentence(found.text))
     yield Text()
     table = _table("", *(str(i) for i, _ in enumerate(found.points, 1)), "")
     for name, cells in _sweep_rows(found):
@@ -355,16 +365,16 @@ def sweep_parts(found: Sweep) -> Iterator[RenderableType]:
         yield Text()
         yield Heading("What is full first" + (f": {found.saturates}" if found.saturates else ": cannot tell"))
         for text in found.evidence:
-            yield Item(printable(text, 400))
+            yield Item(sentence(text))
     for note in found.notes:
-        yield Text(f"note: {printable(note, 400)}", "yellow")
+        yield Text(f"note: {sentence(note)}", "yellow")
 
 
 def _sweep_rows(found: Sweep) -> Iterator[tuple[str, list[str]]]:
     """A row a number, a column a trace: there are more numbers than traces."""
     points = found.points
-    yield found.axis, [f"{p.load:.3g}" for p in points]
-    yield "completed requests/s", [f"{p.throughput:.3g}" for p in points]
+    yield found.axis, [amount(p.load) for p in points]
+    yield "completed requests/s", [amount(p.throughput) for p in points]
     yield "output tokens/s", [f"{p.output_tokens:,.0f}" for p in points]
     yield "failed", [f"{p.failed:.1%}" for p in points]
     for metric in METRICS:
@@ -401,15 +411,6 @@ def _table(*columns: str) -> Table:
         left = i == 0 or (last and not name)
         table.add_column(name, justify="left" if left else "right", no_wrap=not last)
     return table
-
-
-def seconds(value: float | None) -> str:
-    """At most three significant digits, with the unit that fits."""
-    if value is None:
-        return "-"
-    if value >= 1:
-        return f"{value:.3g} s"
-    return f"{value * 1e3:.3g} ms"
 
 
 def signed(value: float) -> str:

@@ -12,6 +12,7 @@ from tailscope.model import Diagnosis
 from tailscope.render.compare import change_line, finding_line
 from tailscope.render.parts import Told
 from tailscope.render.text import told
+from tailscope.render.words import sentence
 from tailscope.safe import printable
 
 Level = Literal["error", "warning", "notice"]
@@ -35,7 +36,7 @@ def of_diagnosis(diagnosis: Diagnosis) -> str:
     level: Level = "notice" if verdict.status in ("found", "nothing") else "warning"
     return _written(
         [
-            Annotation(level, f"tailscope: {verdict.status}", [printable(verdict.text, 600)]),
+            Annotation(level, f"tailscope: {verdict.status}", [sentence(verdict.text)]),
             *(_finding(entry) for entry in told(diagnosis.findings)),
         ]
     )
@@ -43,7 +44,7 @@ def of_diagnosis(diagnosis: Diagnosis) -> str:
 
 def of_comparison(found: Comparison) -> str:
     level: Level = "notice" if found.status in ("improved", "same") else "warning"
-    annotations = [Annotation(level, f"tailscope: {found.status}", [printable(found.text, 900)])]
+    annotations = [Annotation(level, f"tailscope: {found.status}", [sentence(found.text)])]
     for row in found.changes:
         if row.verdict in ("slower", "faster"):
             title = f"{row.verdict}: {printable(row.klass, 24)} {row.metric} {row.quantile}"
@@ -62,7 +63,7 @@ def of_comparison(found: Comparison) -> str:
 
 
 def of_sweep(found: Sweep) -> str:
-    return _written([Annotation("notice", "tailscope: sweep", [printable(found.text, 600)])])
+    return _written([Annotation("notice", "tailscope: sweep", [sentence(found.text)])])
 
 
 def _finding(entry: Told) -> Annotation:

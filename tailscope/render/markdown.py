@@ -13,13 +13,14 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tailscope.render import words
 from tailscope.render.parts import Heading, Item, Lead, Told, cells_of
 from tailscope.safe import printable
 
 #: GitHub takes comments of 65,536 characters, and the one who posts it may add some.
 MOST_CHARACTERS = 60_000
 #: Sections that are folded: they say what was looked at, not what was found.
-FOLDED = ("Rules", "Trust", "More telemetry would decide more", "Not tested", "Notes")
+FOLDED = (words.RULES, words.TRUST, words.MISSING, "Not tested", "Notes")
 #: Space of no width. It parts what GitHub would link: @person, #1, GH-1, :smile:, https://, www., a@b.
 APART = "\u200b"
 

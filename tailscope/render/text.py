@@ -36,7 +36,7 @@ def parts(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     yield lead(diagnosis)
     yield Text(words.scope(diagnosis), "dim")
     for warning in diagnosis.trace.get("warnings", ()):
-        yield Text(f"warning: {printable(warning, 400)}", "yellow")
+        yield Text(f"warning: {words.sentence(warning)}", "yellow")
     shown = [row for row in diagnosis.classes if row.n]
     if shown:
         yield Text()
@@ -78,23 +78,23 @@ def parts(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     yield Heading(words.RULES)
     for check in diagnosis.checks:
         yield Text.assemble(
-            "  ", (f"{check.rule:20}", "bold"), f" {check.status:13} {printable(check.reason, 300)}"
+            "  ", (f"{check.rule:20}", "bold"), f" {check.status:13} {words.sentence(check.reason)}"
         )
     yield Text()
     yield Heading(words.TRUST)
     for entry in diagnosis.trust:
         mark, style = TRUST_MARK[entry.status]
-        yield Text.assemble("  ", (mark, style), f"  {entry.check:16} {printable(entry.detail, 400)}")
+        yield Text.assemble("  ", (mark, style), f"  {entry.check:16} {words.sentence(entry.detail)}")
     if diagnosis.missing:
         yield Text()
         yield Heading(words.MISSING)
         for text in diagnosis.missing:
-            yield Item(printable(text, 400))
+            yield Item(words.sentence(text))
 
 
 def lead(diagnosis: Diagnosis) -> Lead:
     verdict = diagnosis.verdict
-    return Lead(verdict.status.upper(), STATUS_STYLE[verdict.status], printable(verdict.text, 600))
+    return Lead(verdict.status.upper(), STATUS_STYLE[verdict.status], words.sentence(verdict.text))
 
 
 def told(findings: Sequence[Finding]) -> Iterator[Told]:
@@ -106,7 +106,7 @@ def told(findings: Sequence[Finding]) -> Iterator[Told]:
             finding.rule,
             finding.status,
             finding.severity,
-            printable(finding.title, 300),
+            words.sentence(finding.title),
             words.about(finding),
             () if same is not None else tuple(words.rows(finding)),
             same,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from tailscope.model import ClassRow, Diagnosis, Finding, Objective, Party
-from tailscope.render.units import seconds
+from tailscope.render.units import amount, seconds
 from tailscope.safe import printable
 
 #: Parts of an excess smaller than this are not worth a place in a line.
@@ -21,6 +21,9 @@ OUTSIDE = ("client", "gateway")
 #: What lasts less than this is shown with milliseconds.
 SHORT_NS = 10_000_000_000
 
+#: Characters of a sentence.
+LONGEST = 1000
+
 CLASSES_NOTE = (
     "The parts are explained in docs/components.md; n_eff: what n is worth, as latencies come in bursts."
 )
@@ -31,6 +34,11 @@ BLAME = "Who made whom wait, in request-seconds"
 RULES = "Rules"
 TRUST = "Trust"
 MISSING = "More telemetry would decide more"
+
+
+def sentence(text: str) -> str:
+    """What a rule, a check or a note says, however long: only its names are anybody's."""
+    return printable(text, LONGEST)
 
 
 def scope(diagnosis: Diagnosis) -> str:
@@ -113,7 +121,7 @@ def signed(value: float) -> str:
 
 def blamed(value: float | None) -> str:
     """A number of request-seconds in a matrix whose heading says the unit."""
-    return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return "-" if value is None else amount(value)
 
 
 # -- findings ----------------------------------------------------------------------------------
@@ -171,13 +179,13 @@ def rows(finding: Finding) -> Iterator[tuple[str, tuple[str, ...]]]:
     if moment:
         yield "when", (moment,)
     told = {
-        "evidence": [printable(entry.text, 400) for entry in finding.evidence],
-        "against": [printable(entry.text, 400) for entry in finding.counter_evidence],
+        "evidence": [sentence(entry.text) for entry in finding.evidence],
+        "against": [sentence(entry.text) for entry in finding.counter_evidence],
         "change": [
-            printable(f"{i}. {remedy.do}: {remedy.flag} ({remedy.versions}). Cost: {remedy.cost}", 800)
+            sentence(f"{i}. {remedy.do}: {remedy.flag} ({remedy.versions}). Cost: {remedy.cost}")
             for i, remedy in enumerate(finding.remedies, 1)
         ],
-        "confirm": [printable(text, 400) for text in finding.confirm_by],
+        "confirm": [sentence(text) for text in finding.confirm_by],
     }
     for label, texts in told.items():
         if texts:
@@ -186,7 +194,7 @@ def rows(finding: Finding) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 def party(party: Party) -> str:
     detail = ", ".join(
-        f"{printable(str(k)).replace('_', ' ')} {printable(f'{v:.3g}' if isinstance(v, float) else str(v))}"
+        f"{printable(str(k)).replace('_', ' ')} {printable(amount(v) if isinstance(v, float) else str(v))}"
         for k, v in party.detail.items()
         if v is not None
     )
