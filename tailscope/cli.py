@@ -198,7 +198,8 @@ def diagnose(
         from tailscope.report.build import report as with_page
 
         diagnosis, page = on_trace(with_page, trace, config, slo or [], memory_limit, filters)
-        print(page, end="")
+        # The page says that it is UTF-8, whatever the terminal speaks.
+        sys.stdout.buffer.write(page.encode())
     else:
         diagnosis = _diagnose(trace, config, slo or [], memory_limit, filters)
         _print_diagnosis(diagnosis, ReportFormat(format))

@@ -38,6 +38,7 @@ WRITTEN = [
         "docs/steps.md",
         "docs/alerts.md",
         "docs/dashboards.md",
+        "docs/report.md",
         "docs/export.md",
         "docs/tour.md",
         "examples/pull-request/README.md",

@@ -248,3 +248,12 @@ def test_numbers_have_few_digits() -> None:
         == "[0.1235, 2, 12350, null]"
     )
     assert numbered(["a", "b", "a"]) == (["a", "b"], [0, 1, 0])
+
+
+def test_only_the_largest_of_many_classes_are_in_charts(
+    example: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(latency, "MOST_CLASSES", 1)
+    of = latency.gather(example, Scope(), [])
+    assert of.classes == ["<512"] and of.smaller == (1, len(ttfts(example)["<8k"]))
+    assert of.left_out == {"aborted": 3, "error": 3}

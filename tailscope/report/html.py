@@ -68,22 +68,36 @@ def table(
     cls: str = "",
 ) -> Html:
     """A table that scrolls by itself where it is wider than its place. The columns from `numbers` on, `until` one, are
-    numbers; the first names the row."""
+    numbers; the first names the row. Of class `stacked` its cells wrap on a narrow screen, and roles say that it is a
+    table still."""
+    stacked = "stacked" in cls.split()
+
+    def role(name: str) -> str | None:
+        return name if stacked else None
+
     body = []
     for row in rows:
         cells = []
         for i, cell in enumerate(row):
-            align = "num" if numbers <= i < until else None
-            # A cell may bring its own element.
-            if isinstance(cell, Html) and cell.startswith(("<td", "<th")):
-                cells.append(cell)
+            if isinstance(cell, Html) and cell.startswith("<td"):
+                # A cell may bring its own element.
+                cells.append(Html(f'<td role="cell"{cell[3:]}') if stacked else cell)
             elif i == 0:
-                cells.append(el("th", cell, scope="row"))
+                cells.append(el("th", cell, scope="row", role=role("rowheader")))
             else:
-                cells.append(el("td", cell, cls=align))
-        body.append(el("tr", cells))
+                number = numbers <= i < until
+                cells.append(
+                    el(
+                        "td",
+                        cell,
+                        cls="num" if number else None,
+                        role=role("cell"),
+                        data_head=head[i] if stacked and number and cell else None,
+                    )
+                )
+        body.append(el("tr", cells, role=role("row")))
     heads = [
-        el("th", name, scope="col", cls="num" if numbers <= i < until else None)
+        el("th", name, scope="col", cls="num" if numbers <= i < until else None, role=role("columnheader"))
         for i, name in enumerate(head)
     ]
     return el(
@@ -91,9 +105,10 @@ def table(
         el(
             "table",
             el("caption", caption),
-            el("thead", el("tr", heads)),
-            el("tbody", body),
+            el("thead", el("tr", heads, role=role("row")), role=role("rowgroup")),
+            el("tbody", body, role=role("rowgroup")),
             cls=cls or None,
+            role=role("table"),
         ),
         cls="scroll",
         tabindex="0",

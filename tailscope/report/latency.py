@@ -22,6 +22,8 @@ LEAST_REST = 300
 MOST_EXACT = 8_000_000
 #: Bins of time.
 MOST_BINS = 96
+#: Classes in the charts, those with most requests.
+MOST_CLASSES = 24
 #: Names that a filter offers, those with most requests; the others are counted as one.
 MOST_NAMES = 40
 #: Quantiles of a class over time; the highest that the bins' requests allow is drawn.
@@ -39,6 +41,8 @@ class Latency:
 
     n: int = 0
     left_out: dict[str, int] = field(default_factory=dict)
+    #: Classes too small to be shown, and their requests.
+    smaller: tuple[int, int] = (0, 0)
     sampled: int = 0
     tail_from: float = 0.0
     first_ns: int = 0
@@ -61,17 +65,23 @@ class Latency:
 def gather(trace: Trace, scope: Scope, order: Sequence[str]) -> Latency:
     """`order`: classes as the diagnosis has them."""
     con = trace.connection
-    con.execute(_POOL, {"klass": scope.klass})
+    wanted = {"klass": scope.klass}
+    sizes = trace.rows(
+        f"SELECT klass, count(*) AS n FROM joined WHERE {_SHOWN} GROUP BY klass ORDER BY n DESC, klass",
+        wanted,
+    )
+    con.execute(_POOL, {**wanted, "classes": [row["klass"] for row in sizes[:MOST_CLASSES]]})
     [about] = trace.rows(
         "SELECT count(*) AS n, min(arrival_ns) AS first_ns, max(arrival_ns) AS last_ns, "
         "max(arrival_ns + coalesce(e2e_ns, ttft_ns)) AS end_ns FROM report_pool"
     )
     left_out = trace.rows(
-        "SELECT coalesce(status, 'no latency') AS status, count(*) AS n FROM joined WHERE rid NOT IN (SELECT rid FROM report_pool) "
-        "AND ($klass IS NULL OR klass = $klass) GROUP BY ALL ORDER BY n DESC, status",
-        {"klass": scope.klass},
+        "SELECT coalesce(status, 'no latency') AS status, count(*) AS n FROM joined "
+        f"WHERE NOT coalesce({_SHOWN}, false) AND ($klass IS NULL OR klass = $klass) GROUP BY ALL ORDER BY n DESC, status",
+        wanted,
     )
     latency = Latency(n=about["n"], left_out={r["status"]: r["n"] for r in left_out})
+    latency.smaller = len(sizes[MOST_CLASSES:]), sum(row["n"] for row in sizes[MOST_CLASSES:])
     if not latency.n:
         return latency
     latency.first_ns, latency.last_ns = about["first_ns"], about["end_ns"]
@@ -85,11 +95,12 @@ def gather(trace: Trace, scope: Scope, order: Sequence[str]) -> Latency:
     return latency
 
 
-_POOL = """
+_SHOWN = "(billed AND (ttft_ns >= 0 OR e2e_ns >= 0) AND ($klass IS NULL OR klass = $klass))"
+_POOL = f"""
 CREATE OR REPLACE TEMP TABLE report_pool AS
 SELECT rid, klass, tenant, instance, arrival_ns, ttft_ns, e2e_ns, queue_ns, prompt_tokens, output_tokens, preemptions,
        CASE WHEN ttft_ns >= 0 AND e2e_ns >= ttft_ns AND output_tokens > 1 THEN (e2e_ns - ttft_ns) / (output_tokens - 1) END AS tpot_ns
-FROM joined WHERE billed AND (ttft_ns >= 0 OR e2e_ns >= 0) AND ($klass IS NULL OR klass = $klass)
+FROM joined WHERE {_SHOWN} AND list_contains($classes::VARCHAR[], klass)
 """
 
 

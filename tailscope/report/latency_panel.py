@@ -109,6 +109,13 @@ def latency_section(diagnosis: Diagnosis, latency: Latency) -> Html:
         )
         if left_out
         else None,
+        el(
+            "p",
+            f"{latency.smaller[1]:,} requests of {latency.smaller[0]:,} smaller classes are in no chart; --class shows one of them.",
+            cls="note",
+        )
+        if latency.smaller[0]
+        else None,
     )
 
 

@@ -18,6 +18,8 @@ from tailscope.safe import printable
 NAMED_SHARE = 0.02
 #: Classes in a matrix, those with most seconds; a larger one is cut.
 MOST_BLAMED = 24
+#: Bars of excess.
+MOST_BARS = 40
 #: Of a class that heads a row or column so much is shown, as in a terminal.
 LONGEST_NAME = 24
 TRUST_MARK = {"pass": "✓ ok", "warn": "! warn", "fail": "✕ FAIL"}
@@ -53,7 +55,7 @@ def classes(diagnosis: Diagnosis) -> list[Html]:
             cells.append((name, el("td", "SLO"), f"{entry['n']:,}", "", "", "", told))
     head = ("class", "metric", "n", "p50", "p95", "p99", "tail above typical, and where it went")
     return [
-        table("Latency by class", head, cells, numbers=2, until=6, cls="classes"),
+        table("Latency by class", head, cells, numbers=2, until=6, cls="classes stacked"),
         el("p", words.CLASSES_NOTE, cls="note"),
         *_beside(diagnosis),
     ]
@@ -120,6 +122,9 @@ def excess(diagnosis: Diagnosis) -> Html | None:
     rows = [row for row in words.shown([r for r in diagnosis.classes if r.n]) if row.excess_s and row.excess]
     if not rows:
         return None
+    of = len(rows)
+    kept = sorted(range(of), key=lambda i: -(rows[i].excess_s or 0.0) * rows[i].tail_n)[:MOST_BARS]
+    rows = [rows[i] for i in sorted(kept)]
     worst = max(rows, key=lambda row: (row.excess_s or 0.0) / (row.p50_s or 1.0))
     name, most = max(worst.excess.items(), key=lambda item: item[1])
     lead = (
@@ -136,7 +141,8 @@ def excess(diagnosis: Diagnosis) -> Html | None:
         el("div", [_bar(row) for row in rows], cls="bars"),
         el(
             "p",
-            "A bar is as long as what was added; what lies left of the line was less than typical. ",
+            "Each bar is the whole of its own excess; what lies left of a line was less than typical."
+            + (f" {len(rows)} of {of} rows, those with most request-seconds." if of > len(rows) else ""),
             cls="note",
         ),
         behind(
@@ -289,7 +295,10 @@ def rules(diagnosis: Diagnosis) -> Html:
         for check in diagnosis.checks
     ]
     return section(
-        "rules", words.RULES, lead, table("What each rule says", ("rule", "status", "why"), rows, numbers=9)
+        "rules",
+        words.RULES,
+        lead,
+        table("What each rule says", ("rule", "status", "why"), rows, numbers=9, cls="stacked"),
     )
 
 
@@ -324,7 +333,7 @@ def trust(diagnosis: Diagnosis) -> Html:
         "trust",
         "Trust and coverage",
         lead,
-        table("Checks", ("check", "status", "detail"), rows, numbers=9),
+        table("Checks", ("check", "status", "detail"), rows, numbers=9, cls="stacked"),
         missing if diagnosis.missing else None,
         table("What was read", ("kind", "files", "rows", "rejected", "duplicate"), sources)
         if sources
