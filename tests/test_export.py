@@ -22,8 +22,8 @@ from tailscope.align import Scope
 from tailscope.config import Config
 from tailscope.engine import diagnose
 from tailscope.errors import UsageError
+from tailscope.export.arrows import CLAIMED, MOST_ARROWS
 from tailscope.export.export import Written, export
-from tailscope.export.findings import CLAIMED, MOST_ARROWS
 from tailscope.export.requests import NOT_PARTED, SHOWN_AS
 from tailscope.ingest import ingest
 from tailscope.ledger.requests import load_requests

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from tailscope.align import Scope, align
 from tailscope.config import Config
 from tailscope.engine import diagnose
 from tailscope.errors import UsageError
-from tailscope.export import chrome, engines, findings, perfetto, ranks, requests
+from tailscope.export import arrows, chrome, engines, findings, perfetto, ranks, requests
 from tailscope.export.span import MOST_SLICES, Span, choose
 from tailscope.export.timeline import SHOWN, Batch, Names, Timeline, Tracks
 from tailscope.model import Diagnosis
@@ -66,7 +65,7 @@ def write(
         raise UsageError(
             f"{trace.path}: nothing with a time begins in what was asked for, so there is nothing to show"
         )
-    timeline, arrows = _timeline(trace, diagnosis, span)
+    timeline, told = _timeline(trace, diagnosis, span)
     part = output.with_name(output.name + ".part")
     try:
         with part.open("wb") as out:
@@ -78,8 +77,8 @@ def write(
         raise UsageError(f"{output}: cannot be written: {error.strerror}") from error
     finally:
         with suppress(OSError):
-            os.unlink(part)  # noqa: PTH108
-    return Written(writer.slices, writer.counters, len(timeline.tracks.all), size, span, arrows)
+            part.unlink()
+    return Written(writer.slices, writer.counters, len(timeline.tracks.all), size, span, told)
 
 
 def _timeline(trace: Trace, diagnosis: Diagnosis | None, span: Span) -> tuple[Timeline, str]:
@@ -89,7 +88,7 @@ def _timeline(trace: Trace, diagnosis: Diagnosis | None, span: Span) -> tuple[Ti
     of_engines, of_events = engines.place(trace, span, tracks, instances)
     of_requests = requests.place(trace, span, tracks, names, instances)
     of_ranks = ranks.place(trace, span, tracks)
-    flows, arrows = findings.arrows(trace, diagnosis, span, of_requests, of_ranks) if diagnosis else ([], "")
+    flows, told = arrows.draw(trace, diagnosis, span, of_requests, of_ranks) if diagnosis else ([], "")
 
     def batches() -> Iterator[Batch]:
         if marks:
@@ -101,4 +100,4 @@ def _timeline(trace: Trace, diagnosis: Diagnosis | None, span: Span) -> tuple[Ti
         if flows:
             yield flows
 
-    return Timeline(tracks, names, span.first_ns, batches()), arrows
+    return Timeline(tracks, names, span.first_ns, batches()), told

@@ -63,6 +63,16 @@ class Ranks:
     #: (window, rank) -> its collectives.
     collectives: dict[tuple[int, int], RankSlices] = field(default_factory=dict)
 
+    def track_of(self, window: int, rank: int, start_ns: int, end_ns: int) -> int | None:
+        """Of a collective, where it is on the timeline."""
+        rows = self.collectives.get((window, rank))
+        if rows is None:
+            return None
+        # They are sorted by start.
+        low, beyond = (int(np.searchsorted(rows.start, start_ns, side)) for side in ("left", "right"))
+        same = np.flatnonzero(rows.end[low:beyond] == end_ns)
+        return int(rows.track[low + same[0]]) if len(same) else None
+
 
 def place(trace: Trace, span: Span, tracks: Tracks) -> Ranks:
     """Fetch what the profiles say of the span, and give it tracks."""
