@@ -29,6 +29,7 @@ def amount(value: float) -> str:
     return f"{float(short):,.0f}" if "e+" in short or abs(float(short)) >= 1000 else short
 
 
-def percent(share: float) -> str:
+def percent(share: float, sign: bool = False) -> str:
     """To a tenth of a percent, which is too much for a hundred and more."""
-    return f"{share:.0%}" if abs(share) >= 0.9995 else f"{share:.1%}"
+    plus = "+" if sign else ""
+    return f"{share:{plus}.0%}" if abs(share) >= 0.9995 else f"{share:{plus}.1%}"

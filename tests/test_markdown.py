@@ -32,7 +32,7 @@ OURS = {
     "th",
     "td",
 }
-DETAILS = re.compile(r"<details><summary>[A-Za-z ]+</summary>|</details>")
+DETAILS = re.compile(r"<details><summary>([A-Za-z ]+)</summary>|</details>")
 
 
 def shown(source: str) -> tuple[list[str], set[str]]:
@@ -47,7 +47,7 @@ def shown(source: str) -> tuple[list[str], set[str]]:
             elif token.type == "text":
                 seen += token.content
             elif token.type == "html_block" and all(map(DETAILS.fullmatch, token.content.split("\n")[:-1])):
-                continue
+                texts.extend(filter(None, DETAILS.findall(token.content)))
             else:
                 kinds.add(re.sub("_(open|close)$", "", token.type))
         return seen

@@ -21,7 +21,7 @@ from tailscope.compare.sweep import Sweep
 from tailscope.compare.untested import told
 from tailscope.render.as_json import dumps, plain
 from tailscope.render.parts import Heading, Item, Lead
-from tailscope.render.units import amount, seconds
+from tailscope.render.units import amount, percent, seconds
 from tailscope.render.words import sentence
 from tailscope.safe import printable
 
@@ -218,7 +218,7 @@ def _load_interval(item: LoadItem) -> str:
         return ""
     low, high = item.interval
     if item.about in ("arrivals", "lengths"):
-        return f"{low:+.1%} to {high:+.1%}"
+        return f"{percent(low, True)} to {percent(high, True)}"
     return f"{100 * low:+.1f} to {100 * high:+.1f} points"
 
 
@@ -278,7 +278,7 @@ def _change(row: Change) -> str:
     low, high = row.interval
     if high > MOST_PERCENT:
         return f"{amount(1 + row.change)}x" if row.before_s and row.before_s > FLOOR_S else ""
-    return f"{row.change:+.1%} [{low:+.1%}, {high:+.1%}]"
+    return f"{percent(row.change, True)} [{percent(low, True)}, {percent(high, True)}]"
 
 
 def _ranges(found: Comparison) -> Table:
@@ -376,7 +376,7 @@ def _sweep_rows(found: Sweep) -> Iterator[tuple[str, list[str]]]:
     yield found.axis, [amount(p.load) for p in points]
     yield "completed requests/s", [amount(p.throughput) for p in points]
     yield "output tokens/s", [f"{p.output_tokens:,.0f}" for p in points]
-    yield "failed", [f"{p.failed:.1%}" for p in points]
+    yield "failed", [percent(p.failed) for p in points]
     for metric in METRICS:
         for q in ("p50", "p99"):
             cells = [seconds(p.latency.get(metric, {}).get(q)) for p in points]

@@ -19,8 +19,8 @@ Level = Literal["error", "warning", "notice"]
 LEVEL: dict[str, Level] = {"high": "error", "medium": "warning", "low": "notice"}
 #: GitHub shows so many of each level of a step.
 MOST_SHOWN = 10
-#: Characters of an annotation; the log and the Markdown have all.
-MOST_CHARACTERS = 4000
+#: Characters of an annotation and of its title; the other formats have all.
+MOST_CHARACTERS, LONGEST_TITLE = 4000, 250
 #: Rows of a finding that an annotation has room for.
 SHOWN_ROWS = ("cause", "waiting", "when", "evidence", "against", "change")
 
@@ -90,10 +90,12 @@ def _written(annotations: Sequence[Annotation]) -> str:
 
 
 def _command(entry: Annotation) -> str:
-    text = "\n".join(entry.lines)
-    if len(text) > MOST_CHARACTERS:
-        text = text[: MOST_CHARACTERS - 1] + "…"
-    return f"::{entry.level} title={_property(entry.title)}::{_data(text)}"
+    title, text = _cut(entry.title, LONGEST_TITLE), _cut("\n".join(entry.lines), MOST_CHARACTERS)
+    return f"::{entry.level} title={_property(title)}::{_data(text)}"
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def _data(text: str) -> str:
