@@ -27,7 +27,7 @@ function seconds(value) {
   const size = Math.abs(value);
   const digits = (x) => String(Number(x.toPrecision(3)));
   if (size < 1e-9) return "0 s";
-  if (size >= 100) return `${Math.round(value).toLocaleString("en")} s`;
+  if (size >= 100) return `${Number(value.toPrecision(3)).toLocaleString("en")} s`;
   if (size >= 1) return `${digits(value)} s`;
   if (size >= 1e-3) return `${digits(value * 1e3)} ms`;
   return `${digits(value * 1e6)} µs`;
