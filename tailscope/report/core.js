@@ -27,7 +27,7 @@ function seconds(value) {
   const size = Math.abs(value);
   const digits = (x) => String(Number(x.toPrecision(3)));
   if (size < 1e-9) return "0 s";
-  if (size >= 100) return `${Math.round(value).toLocaleString("en")} s`;
+  if (size >= 100) return `${Number(value.toPrecision(3)).toLocaleString("en")} s`;
   if (size >= 1) return `${digits(value)} s`;
   if (size >= 1e-3) return `${digits(value * 1e3)} ms`;
   return `${digits(value * 1e6)} µs`;
@@ -95,7 +95,7 @@ function secondsAxis(low, high, more = {}) {
 function chart(name, draw, options = {}) {
   const place = document.querySelector(`[data-chart="${name}"]`);
   if (place && options.height) place.style.minHeight = `${options.height()}px`;
-  if (place) page.charts.set(name, { name, draw, place, seen: false, drawn: 0, ...options });
+  if (place) page.charts.set(name, { name, draw, place, seen: false, near: false, stale: false, drawn: 0, ...options });
 }
 
 // Drawings that paper can scale.
@@ -129,27 +129,39 @@ async function render(one) {
   one.place.dataset.drawn = String(one.drawn);
 }
 
-function redraw(names) {
+let asked = false;
+// Draw again what has changed: now what is in sight, the rest when it comes there, or for paper.
+function redraw(names, everything = false) {
   for (const one of page.charts.values()) {
-    if (one.seen && (!names || names.includes(one.name))) render(one);
+    if (!names || names.includes(one.name)) one.stale = true;
+    if (everything && one.stale && one.seen) refresh(one);
   }
+  if (asked) return;
+  asked = true;
+  requestAnimationFrame(() => {
+    asked = false;
+    for (const one of page.charts.values()) if (one.near && one.stale) refresh(one);
+  });
+}
+
+function refresh(one) {
+  one.seen = true;
+  one.stale = false;
+  return render(one);
 }
 
 function watch() {
-  const seen = new IntersectionObserver(
+  const sight = new IntersectionObserver(
     (entries) => {
       for (const entry of entries) {
         const one = page.charts.get(entry.target.dataset.chart);
-        if (entry.isIntersecting && one && !one.seen) {
-          one.seen = true;
-          seen.unobserve(entry.target);
-          render(one);
-        }
+        one.near = entry.isIntersecting;
+        if (one.near && (one.stale || !one.seen)) refresh(one);
       }
     },
     { rootMargin: "600px" },
   );
-  for (const one of page.charts.values()) seen.observe(one.place);
+  for (const one of page.charts.values()) sight.observe(one.place);
 }
 
 const idle = () => new Promise((resolve) => (window.requestIdleCallback ? requestIdleCallback(resolve, { timeout: 2000 }) : setTimeout(resolve, 50)));
@@ -158,10 +170,7 @@ const idle = () => new Promise((resolve) => (window.requestIdleCallback ? reques
 async function all() {
   for (const one of page.charts.values()) {
     await idle();
-    if (!one.seen) {
-      one.seen = true;
-      await render(one);
-    }
+    if (!one.seen) await refresh(one);
   }
 }
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tailscope.ranks.experts import MOST_TOKENS
-from tailscope.render.units import seconds
+from tailscope.render.units import amount, seconds
 from tailscope.report.columns import few_digits, shown_name
 from tailscope.report.html import Html, table
 from tailscope.report.parts import behind, chart, choice, lacking, section
@@ -155,11 +155,11 @@ def _says(grid: Grid) -> str:
     value, layer, place = grid.hottest
     if grid.unit == "s":
         return f"{grid.of.capitalize()} {place} takes longest in layer {layer}: {seconds(value)} (median of its rounds)."
-    return f"{grid.of.capitalize()} {place} of layer {layer} has most: {value:.3g} times an even share."
+    return f"{grid.of.capitalize()} {place} of layer {layer} has most: {amount(value)} times an even share."
 
 
 def _shown(grid: Grid, value: float) -> str:
-    return seconds(value) if grid.unit == "s" else f"{value:.3g}"
+    return seconds(value) if grid.unit == "s" else amount(value)
 
 
 def _table(grid: Grid) -> Html:

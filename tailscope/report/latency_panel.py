@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tailscope.model import Diagnosis
-from tailscope.render.units import seconds
+from tailscope.render.units import amount, seconds
 from tailscope.report import tables
 from tailscope.report.columns import shown_name
 from tailscope.report.html import Html, el, table
@@ -174,7 +174,7 @@ def _furthest(latency: Latency, metric: str) -> str:
     if not found:
         return "No class has requests enough to speak of its tail."
     ratio, klass, q, median, high = max(found)
-    return f"The {metric} of {klass} has the longest here: {name_of(q)} {seconds(high)} is {ratio:.3g} times its median of {seconds(median)}."
+    return f"The {metric} of {klass} has the longest here: {name_of(q)} {seconds(high)} is {amount(ratio)} times its median of {seconds(median)}."
 
 
 def times_says(latency: Latency, metric: str) -> str:
@@ -191,7 +191,7 @@ def times_says(latency: Latency, metric: str) -> str:
             start_ns = latency.first_ns + int(rows["bin"][i] * latency.bin_s * 1e9)
             return (
                 f"Lines are a quantile of the requests that arrived in {seconds(latency.bin_s)}, dots are single requests. The {name} {metric} of "
-                f"{latency.classes[rows['klass'][i]]} is highest for its class at {clock(start_ns)} UTC: {seconds(rows[name][i])}, {ratio:.3g} times its usual."
+                f"{latency.classes[rows['klass'][i]]} is highest for its class at {clock(start_ns)} UTC: {seconds(rows[name][i])}, {amount(ratio)} times its usual."
             )
     return f"Lines are a quantile of the requests that arrived in {seconds(latency.bin_s)}, where these are enough, dots are single requests. None stands out."
 

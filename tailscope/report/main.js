@@ -51,7 +51,7 @@ function filter(change) {
     row.hidden = page.state.klass !== null && row.dataset.class !== lat.classes[page.state.klass];
   }
   filtersSay();
-  redraw();
+  redraw(["dist", "times", "shapes", "iterations"]);
   for (const run of changed) run();
 }
 
@@ -136,7 +136,7 @@ function printing() {
     // Paper is white.
     theme = document.documentElement.dataset.theme;
     document.documentElement.dataset.theme = "light";
-    redraw();
+    redraw(undefined, true);
     closed = [...document.querySelectorAll("details.finding:not([open])")];
     for (const one of closed) one.open = true;
   });
@@ -149,6 +149,8 @@ function printing() {
 }
 
 async function start() {
+  // Without it (before 2023) the page is what it is without a script.
+  if (!("DecompressionStream" in window)) return;
   document.documentElement.classList.add("scripted");
   page.data = JSON.parse(await unpack("data"));
   filters();
