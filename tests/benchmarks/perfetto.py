@@ -49,7 +49,7 @@ def main() -> None:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(
         f"export    {written.slices:,} slices and {written.counters:,} counter values, {written.bytes / 1e6:,.0f} MB: {wall:.2f} s "
-        f"({cpu:.2f} s of CPU), {written.slices / wall:,.0f} slices/s (limit {LIMIT:,}), peak {peak:,.0f} MB, before it {before:,.0f} MB, "
+        f"({cpu:.2f} s of CPU), {written.slices / wall:,.0f} slices/s (limit {LIMIT:,}; {written.slices / cpu:,.0f} a second of CPU), peak {peak:,.0f} MB, before it {before:,.0f} MB, "
         f"load {os.getloadavg()[0]:.2f}"
     )
 
