@@ -8,6 +8,7 @@ import numpy as np
 
 from tailscope.model import Evidence
 from tailscope.stats import allows_quantile, change_point, quantile_interval, uncorrelated
+from tailscope.units import ms
 
 from ._ranks import SHARE, Row
 
@@ -72,13 +73,13 @@ def over_time(late: Row) -> list[Evidence]:
         at, p = change_point(by_step)
         before, after = by_step[:at].mean(), by_step[at:].mean()
         if p < CHANGE_P and max(before, after) >= CHANGE_RATIO * min(before, after):
-            text = f"its lateness changed at step {at} of {len(by_step)}: {before / 1e6:.3g} ms a step before, {after / 1e6:.3g} ms after (p = {p:.2g})"
+            text = f"its lateness changed at step {at} of {len(by_step)}: {ms(before)} a step before, {ms(after)} after (p = {p:.2g})"
             found.append(Evidence(text, {"step": at, "before_ns": before, "after_ns": after, "p": p}))
     n_eff = uncorrelated(by_step, np.arange(len(by_step))) if len(by_step) else 0.0
     interval = quantile_interval(by_step, 0.99, n_eff) if allows_quantile(0.99, n_eff) else None
     if interval is not None:
         p99 = float(np.quantile(by_step, 0.99))
-        text = f"p99 of its lateness in a step {p99 / 1e6:.3g} ms ({interval[0] / 1e6:.3g} to {interval[1] / 1e6:.3g} ms, {n_eff:.0f} effective steps)"
+        text = f"p99 of its lateness in a step {ms(p99)} ({interval[0] / 1e6:.3g} to {ms(interval[1])}, {n_eff:.0f} effective steps)"
         found.append(Evidence(text, {"p99_ns": p99, "interval_ns": list(interval), "n_eff": n_eff}))
     gaps = late["gaps"]
     if gaps:
@@ -97,9 +98,9 @@ def common_evidence(rows: Sequence[Row], late: Row, share: float) -> list[Eviden
     """What its lateness cost, how much of the time in collectives is waiting, and how sure the clocks are."""
     evidence = [
         Evidence(
-            f"its own lateness cost {late['own_ns'] / 1e6:.3g} ms of {late['step_ns'] / 1e6:.4g} ms of steps ({share:.0%}); "
+            f"its own lateness cost {ms(late['own_ns'])} of {ms(late['step_ns'])} of steps ({share:.0%}); "
             + "the next rank's "
-            + f"{max((r['own_ns'] for r in rows if r['rank'] != late['rank']), default=0) / 1e6:.3g} ms",
+            + f"{ms(max((r['own_ns'] for r in rows if r['rank'] != late['rank']), default=0))}",
             {"own_ns": late["own_ns"], "step_ns": late["step_ns"]},
         )
     ]
@@ -116,7 +117,7 @@ def common_evidence(rows: Sequence[Row], late: Row, share: float) -> list[Eviden
     evidence.append(
         Evidence(
             f"without any clock: where it is last it also leaves soonest, in {agreed:.0%} of the wait; two clocks together are known "
-            f"to {late['error_ns'] / 1e6:.3g} ms",
+            f"to {ms(late['error_ns'])}",
             {"agreed": agreed, "error_ns": late["error_ns"]},
         )
     )

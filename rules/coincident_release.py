@@ -17,6 +17,7 @@ from tailscope.model import (
     Threshold,
     severity_of,
 )
+from tailscope.units import ms
 
 from . import _pauses, _tails
 from ._tails import BEYOND_BATCH, Row
@@ -181,7 +182,7 @@ def finding(groups: Sequence[Row], hurt: Sequence[_tails.Tail], is_known: bool) 
     if is_upstream:
         counter.append(
             Evidence(
-                f"the clients' clock is known to {first['error_ns'] / 1e6:.3g} ms: what they sent within that may have come together",
+                f"the clients' clock is known to {ms(first['error_ns'])}: what they sent within that may have come together",
                 {"error_ns": first["error_ns"]},
             )
         )

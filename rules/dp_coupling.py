@@ -17,6 +17,7 @@ from tailscope.model import (
     severity_of,
     summed_up,
 )
+from tailscope.units import ms
 
 from . import _prefill, _tails
 from ._tails import OTHERS_PREFILL, Row, Tail
@@ -57,7 +58,7 @@ def by_ranks(rows: Sequence[Row], instances: int, limits: Mapping[str, float]) -
     if most["behind_ns"] < limits["contrast"] * most["beside_ns"]:
         return Decision(
             "clear",
-            f"{costs}; {most['behind_ns'] / 1e6:.3g} ms a step for those with more to prefill, {most['beside_ns'] / 1e6:.3g} ms for those "
+            f"{costs}; {ms(most['behind_ns'])} a step for those with more to prefill, {ms(most['beside_ns'])} for those "
             "without more: prefill is not what they wait for",
         )
     caused: dict[int, float] = {}
@@ -68,8 +69,8 @@ def by_ranks(rows: Sequence[Row], instances: int, limits: Mapping[str, float]) -
     evidence = [
         Evidence(
             f"engine {r['engine']}: its ranks wait {share_stalled(r):.0%} of the time of their steps in collectives for an engine with more "
-            f"to prefill, in {r['steps']} steps and {r['stalled_ns'] / max(r['stalls'], 1) / 1e6:.3g} ms at a time; for engines without more "
-            f"{r['beside_ns'] / 1e6:.3g} ms; but for that a step takes {r['usual_ns'] / 1e6:.3g} ms",
+            f"to prefill, in {r['steps']} steps and {ms(r['stalled_ns'] / max(r['stalls'], 1))} at a time; for engines without more "
+            f"{ms(r['beside_ns'])}; but for that a step takes {ms(r['usual_ns'])}",
             {
                 k: r[k]
                 for k in ("engine", "stalls", "stalled_ns", "behind_ns", "beside_ns", "usual_ns", "step_ns")

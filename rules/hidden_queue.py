@@ -19,6 +19,7 @@ from tailscope.model import (
     Threshold,
     severity_of,
 )
+from tailscope.units import amount
 
 from . import _alerts, _tails
 
@@ -50,7 +51,7 @@ def decide(rows: Rows, limits: Mapping[str, float]) -> Decision:
     if trace["counted_on"] and (trace["hidden_s"] or 0.0) < limits["counted"] * (trace["long_s"] or 0.0):
         return Decision(
             "inconclusive",
-            f"{trace['long_s'] or 0.0:.3g} request-seconds lie between arrival and queue, but running and waiting leave only "
+            f"{amount(trace['long_s'] or 0.0)} request-seconds lie between arrival and queue, but running and waiting leave only "
             f"{trace['hidden_s'] or 0.0:.3g} uncounted: the two clocks or the steps do not fit together",
         )
     return Decision("found", "requests wait where no gauge counts them", (finding(hurt),))
@@ -94,7 +95,7 @@ def finding(hurt: Sequence[Row]) -> Finding:
         evidence.append(
             Evidence(
                 f"up to {worst['most_hidden']:,} requests had arrived and were neither running nor waiting, while the engines knew of "
-                f"{worst['known_then'] or 0.0:.3g} on average: {worst['hidden_s']:.3g} request-seconds that no gauge counts",
+                f"{worst['known_then'] or 0.0:.3g} on average: {amount(worst['hidden_s'])} request-seconds that no gauge counts",
                 {key: worst[key] for key in ("most_hidden", "known_then", "hidden_s")},
             )
         )

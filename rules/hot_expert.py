@@ -19,6 +19,7 @@ from tailscope.model import (
     Threshold,
     summed_up,
 )
+from tailscope.units import ms
 
 from ._expert_loads import Row, balance_decision, estimate_limits, load_decision, load_evidence
 from ._ranks import unprofiled
@@ -119,8 +120,8 @@ def hot(window: Row, load: Row | None, saved: float, shares: tuple[float, float,
     recorded = bool(window["recorded"])
     evidence = [
         Evidence(
-            f"waiting for the rank with most expert work costs {window['lost_ns'] / 1e6:.3g} ms of {window['step_ns'] / 1e6:.4g} ms of "
-            f"steps; with even tokens {window['saved_ns'] / 1e6:.3g} ms of it would go away ({saved:.0%})",
+            f"waiting for the rank with most expert work costs {ms(window['lost_ns'])} of {ms(window['step_ns'])} of "
+            f"steps; with even tokens {ms(window['saved_ns'])} of it would go away ({saved:.0%})",
             {"lost_ns": window["lost_ns"], "saved_ns": window["saved_ns"], "step_ns": window["step_ns"]},
         ),
         Evidence(
@@ -217,7 +218,7 @@ def per_token(window: Row, recorded: bool) -> Evidence:
         "as each rank's part of them changes from pass to pass",
     )
     if recorded:
-        grows = f"{each / 1e6:.3g} ms (± {error / 1e6:.2g}) with each even share of tokens"
+        grows = f"{ms(each)} (± {error / 1e6:.2g}) with each even share of tokens"
     if not window["by_itself"]:
         told_by = "by how ranks differ from layer to layer, or those that are not the busiest from each other"
     text = f"expert work grows by {grows}, {told_by}: not by how the busiest differs from the others, which a slow device would explain as well"
@@ -228,7 +229,7 @@ def layer_evidence(place: Row) -> Evidence:
     where = "experts" if place["layer"] is None else f"layer {place['layer']}"
     return Evidence(
         f"{where}: rank {place['rank']} gets {place['ratio']:.2f} x the mean tokens; its experts take "
-        f"{place['own_ns'] / 1e6:.3g} ms, the others' {place['others_ns'] / 1e6:.3g} ms",
+        f"{ms(place['own_ns'])}, the others' {ms(place['others_ns'])}",
         dict(place),
     )
 

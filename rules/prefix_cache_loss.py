@@ -19,6 +19,7 @@ from tailscope.model import (
     Threshold,
     severity_of,
 )
+from tailscope.units import amount
 
 from . import _alerts, _prefill, _tails
 
@@ -113,7 +114,7 @@ def found(hurt: Sequence[Row]) -> Finding:
             f"{group}: {worst['good_share']:.0%} of its prompts found their beginning ({worst['found_tokens']:,.0f} tokens) in the cache at "
             f"good times, {worst['bad_share']:.0%} of {worst['bad_requests']:,} at bad ones, in "
             f"{_tails.counted(worst['episodes'], 'episode')}{', the last one to the end' if worst['to_the_end'] else ''}; "
-            f"{worst['lost_tokens']:,.3g} tokens were computed that would have been found",
+            f"{amount(worst['lost_tokens'])} tokens were computed that would have been found",
             {
                 k: worst[k]
                 for k in (

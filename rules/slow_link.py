@@ -19,6 +19,7 @@ from tailscope.model import (
     Rule,
     Threshold,
 )
+from tailscope.units import ms
 
 from ._ranks import HEALTHY, MATCHED, SHARE, by_window, unfit, unprofiled, unsure
 from ._tails import part_of, severity_by
@@ -133,12 +134,12 @@ def of_ranks(rows: Sequence[Row], limits: Mapping[str, float]) -> Finding | None
     evidence = [
         Evidence(
             f"in {same_way} of {odd['steps_told']} steps rank {rank} leaves the {odd['rank_kind']}s "
-            f"{'after' if late else 'before'} the others, by {abs(odd['exit_ns']) / 1e6:.3g} ms each "
-            f"(by chance in half of them; p = {chance:.2g}); two clocks together are known to {odd['error_ns'] / 1e6:.3g} ms",
+            f"{'after' if late else 'before'} the others, by {ms(abs(odd['exit_ns']))} each "
+            f"(by chance in half of them; p = {chance:.2g}); two clocks together are known to {ms(odd['error_ns'])}",
             {"exit_ns": odd["exit_ns"], "steps": same_way, "steps_told": odd["steps_told"], "p": chance},
         ),
         Evidence(
-            f"that costs {cost / 1e6:.3g} ms of {odd['as_left_ns'] / 1e6:.4g} ms of steps ({share:.0%})",
+            f"that costs {ms(cost)} of {ms(odd['as_left_ns'])} of steps ({share:.0%})",
             {"cost_ns": cost, "as_left_ns": odd["as_left_ns"]},
         ),
     ]
@@ -164,8 +165,8 @@ def unclear(oddest: Odd, limits: Mapping[str, float]) -> str:
     """That clocks are not known well enough to say whose link it is."""
     return (
         f"rank {oddest.row['rank']} leaves the {oddest.row['rank_kind']}s {'after' if oddest.late else 'before'} the others by "
-        f"{abs(oddest.row['exit_ns']) / 1e6:.3g} ms, which may cost {oddest.share:.0%} of the steps' time; two clocks together are known to "
-        f"{oddest.row['error_ns'] / 1e6:.3g} ms, and a link needs {limits['errors']:g} times that"
+        f"{ms(abs(oddest.row['exit_ns']))}, which may cost {oddest.share:.0%} of the steps' time; two clocks together are known to "
+        f"{ms(oddest.row['error_ns'])}, and a link needs {limits['errors']:g} times that"
     )
 
 
@@ -180,13 +181,13 @@ def of_group(row: Row, limits: Mapping[str, float]) -> Finding | None:
         cost, often = row["together_ns"], "at times"
         text = (
             f"{row['slow_rounds']} of {row['rounds']} transfers, in {row['slow_steps']} of {row['steps']} steps, took longer than "
-            f"others of their kind and size: a {row['kind']} {row['slow_transfer_ns'] / 1e6:.3g} ms instead of {row['usual_ns'] / 1e6:.3g} ms"
+            f"others of their kind and size: a {row['kind']} {ms(row['slow_transfer_ns'])} instead of {ms(row['usual_ns'])}"
         )
     elif row["over_siblings_ns"] and row["own_ns"] >= limits["slower"] * row["sibling_ns"]:
         cost, often = row["over_siblings_ns"], "always"
         text = (
-            f"the {row['siblings']} groups beside it take {row['sibling_ns'] / 1e6:.3g} ms for collectives of the same kind and size, "
-            f"this one {row['own_ns'] / 1e6:.3g} ms"
+            f"the {row['siblings']} groups beside it take {ms(row['sibling_ns'])} for collectives of the same kind and size, "
+            f"this one {ms(row['own_ns'])}"
         )
     else:
         return None
@@ -197,7 +198,7 @@ def of_group(row: Row, limits: Mapping[str, float]) -> Finding | None:
     evidence = [
         Evidence(text, {"cost_ns": cost}),
         Evidence(
-            f"that is {'with all other groups ' if cost != row['slow_ns'] and often == 'at times' else ''}{cost / 1e6:.3g} ms of {row['replayed_ns'] / 1e6:.4g} ms of steps ({share:.0%})",
+            f"that is {'with all other groups ' if cost != row['slow_ns'] and often == 'at times' else ''}{ms(cost)} of {ms(row['replayed_ns'])} of steps ({share:.0%})",
             {"cost_ns": cost, "replayed_ns": row["replayed_ns"]},
         ),
         Evidence("a transfer is the shortest stay of all ranks: no wait for a late rank is in it"),

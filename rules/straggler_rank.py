@@ -23,6 +23,7 @@ from tailscope.model import (
     Signal,
     Threshold,
 )
+from tailscope.units import ms
 
 from . import _alerts
 from ._lateness import cause_of, common_evidence, others, over_time, place_of, where
@@ -70,7 +71,7 @@ def window_decision(rows: Sequence[Row], all_ns: int, limits: Mapping[str, float
     if undecided_ns > decided_ns and undecided_ns >= limits["share"] * window["step_ns"]:
         return Decision(
             "inconclusive",
-            f"ranks wait for each other by less than clocks are known: {limits['errors']:.0f} x {window['error_ns'] / 1e6:.3g} ms",
+            f"ranks wait for each other by less than clocks are known: {limits['errors']:.0f} x {ms(window['error_ns'])}",
         )
     if worst["own_ns"] and worst["agreed_ns"] < limits["agreement"] * worst["decided_ns"]:
         return Decision(
@@ -260,7 +261,7 @@ def not_one(rows: Sequence[Row], share: float, chance: float, limits: Mapping[st
     evidence = [
         Evidence(
             f"if all ranks took in each place what the others take, {window['steps']} {window['unit']} would take "
-            f"{window['no_skew_ns'] / 1e6:.4g} ms instead of {window['replayed_ns'] / 1e6:.4g} ms",
+            f"{ms(window['no_skew_ns'])} instead of {ms(window['replayed_ns'])}",
             {"no_skew_ns": window["no_skew_ns"], "replayed_ns": window["replayed_ns"]},
         ),
         Evidence(

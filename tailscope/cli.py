@@ -13,12 +13,25 @@ import typer
 
 from tailscope.cli_alerts import alerts
 from tailscope.cli_dashboards import dashboards
+from tailscope.cli_export import app as export
+from tailscope.cli_options import (
+    ClassOption,
+    ConfigOption,
+    FromOption,
+    InstanceOption,
+    LastOption,
+    MemoryOption,
+    SloOption,
+    ToOption,
+    TracePath,
+)
+from tailscope.cli_report import report
 from tailscope.errors import BadInput, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
     from tailscope.align import Scope
     from tailscope.compare.untested import Untested
@@ -46,6 +59,21 @@ class Format(StrEnum):
     json = "json"
 
 
+class ReportFormat(StrEnum):
+    text = "text"
+    json = "json"
+    markdown = "markdown"
+    github = "github"
+
+
+class DiagnosisFormat(StrEnum):
+    text = "text"
+    json = "json"
+    markdown = "markdown"
+    github = "github"
+    html = "html"
+
+
 class TableFormat(StrEnum):
     table = "table"
     csv = "csv"
@@ -58,27 +86,12 @@ class FailOn(StrEnum):
     low = "low"
 
 
-TracePath = Annotated[
-    str, typer.Argument(help="Trace: a directory, a Parquet file with one table, or a glob.", metavar="TRACE")
+ReportFormatOption = Annotated[
+    ReportFormat,
+    typer.Option(
+        help="text for people, json for programs, markdown for tickets and pull requests, github for annotations."
+    ),
 ]
-ConfigOption = Annotated[
-    Path | None, typer.Option("--config", help="Configuration; ./tailscope.toml if it is there.")
-]
-SloOption = Annotated[
-    list[str] | None,
-    typer.Option(help="Objective, e.g. '<512:ttft_p99_s=2'; may be given often.", metavar="CLASS:METRIC=S"),
-]
-MemoryOption = Annotated[
-    str, typer.Option("--memory-limit", help="Memory for queries, e.g. 4GB; beyond it they spill.")
-]
-FromOption = Annotated[
-    str | None,
-    typer.Option("--from", help="Look at arrivals from this time on (ISO 8601, UTC unless it says)."),
-]
-ToOption = Annotated[str | None, typer.Option("--to", help="... and before this time.")]
-LastOption = Annotated[str | None, typer.Option("--last", help="The last 30s, 15m, 2h or 1d of the trace.")]
-InstanceOption = Annotated[str | None, typer.Option("--instance", help="Only this instance.")]
-ClassOption = Annotated[str | None, typer.Option("--class", help="Only this class of requests.")]
 
 
 @app.command()
@@ -161,7 +174,12 @@ def ingest(
 @app.command()
 def diagnose(
     trace: TracePath,
-    format: Annotated[Format, typer.Option(help="text for people, json for programs.")] = Format.text,
+    format: Annotated[
+        DiagnosisFormat,
+        typer.Option(
+            help="text for people, json for programs, markdown for tickets and pull requests, github for annotations, html for a page."
+        ),
+    ] = DiagnosisFormat.text,
     config: ConfigOption = None,
     slo: SloOption = None,
     fail_on: Annotated[
@@ -175,8 +193,16 @@ def diagnose(
     klass: ClassOption = None,
 ) -> None:
     """Say who is slow, who waits for it, and what to change."""
-    diagnosis = _diagnose(trace, config, slo or [], memory_limit, (from_, to, last, instance, klass))
-    _print_diagnosis(diagnosis, format)
+    filters = (from_, to, last, instance, klass)
+    if format is DiagnosisFormat.html:
+        from tailscope.report.build import report as with_page
+
+        diagnosis, page = on_trace(with_page, trace, config, slo or [], memory_limit, filters)
+        # The page says that it is UTF-8, whatever the terminal speaks.
+        sys.stdout.buffer.write(page.encode())
+    else:
+        diagnosis = _diagnose(trace, config, slo or [], memory_limit, filters)
+        _print_diagnosis(diagnosis, ReportFormat(format))
     if fail_on is not None:
         order = list(FailOn)
         severe = order[: order.index(fail_on) + 1]
@@ -201,7 +227,7 @@ def whatif(
     from tailscope.what_if import what_if
 
     filters = (from_, to, last, instance, klass)
-    windows = _on_trace(what_if, trace, config, [], memory_limit, filters)
+    windows = on_trace(what_if, trace, config, [], memory_limit, filters)
     if format is Format.json:
         print(render.as_json(trace, windows))
     else:
@@ -217,7 +243,7 @@ def compare(
             metavar="BEFORE AFTER [MORE...]",
         ),
     ],
-    format: Annotated[Format, typer.Option(help="text for people, json for programs.")] = Format.text,
+    format: ReportFormatOption = ReportFormat.text,
     config: ConfigOption = None,
     slo: SloOption = None,
     fail_on_regression: Annotated[
@@ -246,20 +272,24 @@ def compare(
         raise UsageError("--fail-on-regression needs two traces, one before and one after a change")
     settings = _with_slos(configuration.load(config), slo or [])
     filters = (None, None, None, instance, klass)
-    sides = [_on_trace(read, path, None, [], memory_limit, filters, settings) for path in traces]
+    sides = [on_trace(read, path, None, [], memory_limit, filters, settings) for path in traces]
     if len(sides) > 2:
         found = sweep(sides)
-        if format is Format.json:
-            print(render.sweep_json(found))
-        else:
-            render.sweep_text(found, _console())
+        _print_report(
+            format,
+            lambda: render.sweep_parts(found),
+            lambda: render.sweep_json(found),
+            lambda github: github.of_sweep(found),
+        )
         return
     compared = compare_two(sides[0], sides[1], settings)
     regressions = compared.regressions(size or 0.0)
-    if format is Format.json:
-        print(render.comparison_json(compared, regressions))
-    else:
-        render.comparison_text(compared, _console())
+    _print_report(
+        format,
+        lambda: render.comparison_parts(compared),
+        lambda: render.comparison_json(compared, regressions),
+        lambda github: github.of_comparison(compared),
+    )
     if size is not None and regressions:
         raise typer.Exit(3)
     if size is not None and compared.untested:
@@ -336,6 +366,8 @@ def rules(
 
 app.command()(alerts)
 app.command()(dashboards)
+app.add_typer(export, name="export")
+app.command()(report)
 
 
 class Example(StrEnum):
@@ -381,10 +413,10 @@ def demo(
             raise typer.Exit(1)
         return
     for chosen in [example] if example else Example:
-        _demo(chosen.value, format)
+        _demo(chosen.value, ReportFormat(format))
 
 
-def _demo(name: str, format: Format) -> None:
+def _demo(name: str, format: ReportFormat) -> None:
     import tempfile
     from dataclasses import replace
     from importlib.resources import as_file, files
@@ -399,7 +431,7 @@ def _demo(name: str, format: Format) -> None:
     ):
         trace = Path(folder) / f"{name}.parquet"
         outcomes = run([capture], trace, config=Config(), options=Options())
-        if format is Format.text:
+        if format is ReportFormat.text:
             from tailscope.render.ingested import render
 
             render(outcomes, trace.name, _console(), base=capture)
@@ -535,10 +567,10 @@ def _diagnose(
 ) -> Diagnosis:
     from tailscope.engine import diagnose as run
 
-    return _on_trace(run, path, config_path, slos, memory_limit, filters, settings)
+    return on_trace(run, path, config_path, slos, memory_limit, filters, settings)
 
 
-def _on_trace(
+def on_trace(
     use: Callable[[Trace, Config, Scope], T],
     path: str,
     config_path: Path | None,
@@ -592,15 +624,38 @@ def _percent(option: str, text: str) -> float:
     return float(match[1]) / 100
 
 
-def _print_diagnosis(diagnosis: Diagnosis, format: Format) -> None:
-    if format is Format.json:
-        from tailscope.render.as_json import render as render_json
+def _print_diagnosis(diagnosis: Diagnosis, format: ReportFormat) -> None:
+    from tailscope.render import text
+    from tailscope.render.as_json import render as render_json
 
-        print(render_json(diagnosis))
-        return
-    from tailscope.render.text import render as render_text
+    _print_report(
+        format,
+        lambda: text.parts(diagnosis),
+        lambda: render_json(diagnosis),
+        lambda github: github.of_diagnosis(diagnosis),
+    )
 
-    render_text(diagnosis, _console())
+
+def _print_report(
+    format: ReportFormat,
+    parts: Callable[[], Iterator[RenderableType]],
+    as_json: Callable[[], str],
+    as_github: Callable[[Any], str],
+) -> None:
+    if format is ReportFormat.json:
+        print(as_json())
+    elif format is ReportFormat.github:
+        from tailscope.render import github
+
+        print(as_github(github))
+    elif format is ReportFormat.markdown:
+        from tailscope.render import markdown
+
+        print(markdown.render(parts()), end="")
+    else:
+        console = _console()
+        for part in parts():
+            console.print(part)
 
 
 def _console() -> Console:

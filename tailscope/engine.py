@@ -50,6 +50,7 @@ from tailscope.ranks.experts import write_expert_loads
 from tailscope.ranks.transfers import VERDICTS
 from tailscope.schema import TABLES
 from tailscope.store import Trace, schema_of
+from tailscope.units import amount
 
 #: From this share of failed requests on, the latency of the rest says little about the service.
 FAILED_SHARE = 0.5
@@ -312,8 +313,8 @@ def _largest_component(rows: Sequence[ClassRow]) -> tuple[str, bool]:
     component, seconds = max(row.excess.items(), key=lambda item: item[1])
     mostly = "mostly" if seconds > row.excess_s / 2 else "the largest part of it"
     text = (
-        f" The {row.metric} tail of class {row.klass} is {row.excess_s:.3g} s above typical, {mostly} {component}"
-        f" ({seconds:.3g} s)."
+        f" The {row.metric} tail of class {row.klass} is {amount(row.excess_s)} s above typical, {mostly} {component}"
+        f" ({amount(seconds)} s)."
     )
     return text, component in ("unexplained", "pause")
 
@@ -336,7 +337,7 @@ def _longest_steps(trace: Trace, ledger: Ledger, found: Sequence[Finding] = ()) 
         "AND time_ns BETWEEN $low AND $high ORDER BY detail LIMIT 3",
         {"low": step["time_ns"] - EVENT_NEAR_NS, "high": end_ns + EVENT_NEAR_NS},
     )
-    text = f" One step took {step['seconds']:.3g} s longer than its batch accounts for, from {_clock(step['time_ns'])}"
+    text = f" One step took {amount(step['seconds'])} s longer than its batch accounts for, from {_clock(step['time_ns'])}"
     return text + (f"; beside it in the log: {', '.join(r['detail'] for r in near)}." if near else ".")
 
 

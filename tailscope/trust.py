@@ -12,6 +12,7 @@ from tailscope.ledger.histogram import CONCEPTS, quantile_ranges
 from tailscope.model import ClassRow, Trust, TrustStatus
 from tailscope.store import Trace
 from tailscope.trust_load import load_checks
+from tailscope.units import amount
 
 #: A p99 bucket whose ends are further apart than this says little.
 BUCKET_RATIO = 1.5
@@ -100,8 +101,8 @@ def _unknown_engine(ledger: Ledger) -> Trust | None:
     return Trust(
         "join-coverage",
         "warn",
-        f"{ledger.spread:,} requests name no engine of several: their bills are means over the engines, with {low:.3g} to "
-        f"{high:.3g} request-seconds of others' prefill. The stat logger names engines",
+        f"{ledger.spread:,} requests name no engine of several: their bills are means over the engines, with {amount(low)} to "
+        f"{amount(high)} request-seconds of others' prefill. The stat logger names engines",
     )
 
 

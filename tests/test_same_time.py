@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tailscope.model import Finding, Party
-from tailscope.render.text import _same_time
+from tailscope.render.words import same_time
 
 
 def finding(rule: str, **more: Any) -> Finding:
@@ -48,4 +48,4 @@ FIRST = finding("hol-coupling")
     ],
 )
 def test_the_same_time(changes: dict[str, Any], same: bool) -> None:
-    assert _same_time(finding(**{"rule": "size-ratio", **changes}), FIRST) is same
+    assert same_time(finding(**{"rule": "size-ratio", **changes}), FIRST) is same

@@ -25,6 +25,7 @@ from tailscope.compare.untested import Untested, untested
 from tailscope.config import Config
 from tailscope.model import Finding
 from tailscope.stats import Floats
+from tailscope.units import percent
 
 #: All classes of the common part together.
 ALL = "all"
@@ -421,7 +422,7 @@ def _sentence(row: Change) -> str:
     name = f"{row.klass} {row.metric} {row.quantile}"
     if high > MOST_PERCENT:
         return f"{name} is {row.verdict} ({seconds})"
-    return f"{name} is {abs(row.change):.1%} {row.verdict} ({seconds}; {low:+.0%} to {high:+.0%})"
+    return f"{name} is {percent(abs(row.change))} {row.verdict} ({seconds}; {low:+.0%} to {high:+.0%})"
 
 
 def _seconds(value: float) -> str:

@@ -42,20 +42,11 @@ class Requests:
         The parts are on the engine's clock and TTFT on the front end's: where the parts exceed it they are scaled
         down. Without parts, all of TTFT counts as prefill.
         """
-        ttft = self.ttft_ns
-        known = self.phases_known
-        queue = np.where(known, np.nan_to_num(self.queue_ns), 0.0)
-        prefill = np.where(known, np.nan_to_num(self.prefill_ns), ttft)
-        parts = queue + prefill
-        scale = np.where(parts > ttft, ttft / np.maximum(parts, 1.0), 1.0)
-        queue_ns = np.minimum(np.floor(queue * scale).astype(np.int64), ttft)
-        prefill_ns = np.minimum(np.floor(prefill * scale).astype(np.int64), ttft - queue_ns)
-        return ttft - queue_ns - prefill_ns, queue_ns, prefill_ns, np.maximum(self.e2e_ns - ttft, 0)
+        return phases(self.ttft_ns, self.e2e_ns, self.queue_ns, self.prefill_ns)
 
     @property
     def phases_known(self) -> NDArray[np.bool_]:
-        known = np.isfinite(self.queue_ns) & np.isfinite(self.prefill_ns)
-        return np.asarray(known & (np.nan_to_num(self.queue_ns) >= 0) & (np.nan_to_num(self.prefill_ns) >= 0))
+        return parts_known(self.queue_ns, self.prefill_ns)
 
     def select(self, chosen: NDArray[np.bool_]) -> Requests:
         return Requests(**{name: getattr(self, name)[chosen] for name in self.__dataclass_fields__})
@@ -90,6 +81,23 @@ class Requests:
             held_tokens=share * (self.prompt_tokens + np.nan_to_num(self.output_tokens) / 2)[chosen],
             culprit=self.culprit[chosen],
         )
+
+
+def parts_known(queue_ns: Floats, prefill_ns: Floats) -> NDArray[np.bool_]:
+    known = np.isfinite(queue_ns) & np.isfinite(prefill_ns)
+    return np.asarray(known & (np.nan_to_num(queue_ns) >= 0) & (np.nan_to_num(prefill_ns) >= 0))
+
+
+def phases(ttft: Ints, e2e: Ints, queue_ns: Floats, prefill_ns: Floats) -> tuple[Ints, Ints, Ints, Ints]:
+    """As `Requests.phases`."""
+    known = parts_known(queue_ns, prefill_ns)
+    queue = np.where(known, np.nan_to_num(queue_ns), 0.0)
+    prefill = np.where(known, np.nan_to_num(prefill_ns), ttft)
+    parts = queue + prefill
+    scale = np.where(parts > ttft, ttft / np.maximum(parts, 1.0), 1.0)
+    queued = np.minimum(np.floor(queue * scale).astype(np.int64), ttft)
+    prefilled = np.minimum(np.floor(prefill * scale).astype(np.int64), ttft - queued)
+    return ttft - queued - prefilled, queued, prefilled, np.maximum(e2e - ttft, 0)
 
 
 def culprit_classes(trace: Trace) -> tuple[str, ...]:

@@ -64,6 +64,10 @@ _CLOCKS = schema_of(
         "rounds": pa.int64(),
         "together": pa.bool_(),
         "basis": pa.string(),
+        # What it is at points of the window, in ns since its first event; straight lines between.
+        "origin_ns": pa.int64(),
+        "times_ns": pa.list_(pa.float64()),
+        "offsets_ns": pa.list_(pa.float64()),
     }
 )
 _ROUNDS = schema_of(
@@ -169,6 +173,9 @@ def write_ranks(trace: Trace, scope: Scope) -> None:
                 "rounds": clock.rounds,
                 "together": clock.together,
                 "basis": clock.basis,
+                "origin_ns": window.span_ns[0],
+                "times_ns": clock.times_ns.tolist(),
+                "offsets_ns": clock.offsets_ns.tolist(),
             }
             for profile, clock in zip(window.profiles, waits.clocks, strict=True)
         ]

@@ -10,17 +10,19 @@ from typing import Any
 import orjson
 from rich import box
 from rich.console import Console, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from tailscope.compare.blocks import FLOOR_S, Change
 from tailscope.compare.load import LoadItem
-from tailscope.compare.pair import MOST_PERCENT, About, Comparison, Outcome, Part
+from tailscope.compare.pair import MOST_PERCENT, About, Comparison, FindingChange, Outcome, Part
 from tailscope.compare.read import METRICS
 from tailscope.compare.sweep import Sweep
 from tailscope.compare.untested import told
 from tailscope.render.as_json import dumps, plain
+from tailscope.render.parts import Heading, Item, Lead
+from tailscope.render.units import amount, percent, seconds
+from tailscope.render.words import sentence
 from tailscope.safe import printable
 
 #: Raised when a key is removed or changes its meaning; new keys do not raise it.
@@ -90,29 +92,30 @@ def _named(rows: Any) -> Any:
 
 
 def comparison_text(found: Comparison, console: Console) -> None:
-    for part in _comparison(found):
+    for part in comparison_parts(found):
         console.print(part)
 
 
 def sweep_text(found: Sweep, console: Console) -> None:
-    for part in _sweep(found):
+    for part in sweep_parts(found):
         console.print(part)
 
 
 # -- a pair -----------------------------------------------------------------------------------------
 
 
-def _comparison(found: Comparison) -> Iterator[RenderableType]:
+def comparison_parts(found: Comparison) -> Iterator[RenderableType]:
+    """All there is to say, in order."""
     style = STATUS_STYLE.get(found.status, "bold yellow")
-    yield Text.assemble((f"{found.status.upper()}  ", style), (printable(found.text, 900), "bold"))
+    yield Lead(found.status.upper(), style, sentence(found.text))
     yield Text(_trace("before", found.before), "dim")
     yield Text(_trace("after ", found.after), "dim")
     yield Text()
-    yield _heading("The same load?")
+    yield Heading("The same load?")
     yield from _load(found.load)
     if found.changes:
         yield Text()
-        yield _heading(
+        yield Heading(
             "Latency, in the part alike in " + ", ".join(found.common.matched_by)
             if found.common.matched_by
             else "Latency"
@@ -124,51 +127,58 @@ def _comparison(found: Comparison) -> Iterator[RenderableType]:
         )
     if found.untested:
         yield Text()
-        yield _heading("Not tested")
+        yield Heading("Not tested")
         for line in told(found.untested):
-            yield Padding(Text(f"- {printable(line, 400)}", "dim"), (0, 0, 0, 2))
+            yield Item(sentence(line), "dim")
     if found.as_observed:
         yield Text()
-        yield _heading("All requests as they came (not the same load)")
+        yield Heading("All requests as they came (not the same load)")
         yield from _changes(found.as_observed, called=False)
     if found.ranges:
         yield Text()
-        yield _heading("By the servers' histograms")
+        yield Heading("By the servers' histograms")
         yield _ranges(found)
     if found.outcomes:
         yield Text()
-        yield _heading("What came out")
+        yield Heading("What came out")
         yield _outcomes(found.outcomes)
     if found.bill:
         yield Text()
-        yield _heading("Mean bill of a request, and of the slowest")
+        yield Heading("Mean bill of a request, and of the slowest")
         yield _bill(found.bill)
     if found.coupling:
         yield Text()
-        yield _heading("Who meets whose prefill")
+        yield Heading("Who meets whose prefill")
         yield _coupling(found)
     if found.findings:
         yield Text()
-        yield _heading("Findings")
+        yield Heading("Findings")
         for f in found.findings:
-            shares = " to ".join("-" if s is None else f"{s:.0%}" for s in (f.before_share, f.after_share))
-            yield Text(f"  {f.state:7} {f.rule}: {printable(f.title, 200)} ({shares} of the tail's excess)")
+            yield Text(f"  {f.state:7} {finding_line(f)}")
     if found.notes:
         yield Text()
-        yield _heading("Notes")
+        yield Heading("Notes")
         for note in found.notes:
-            yield Padding(Text(f"- {note}"), (0, 0, 0, 2))
+            yield Item(sentence(note))
 
 
-def _heading(text: str) -> Text:
-    return Text(text, "bold underline")
+def finding_line(found: FindingChange) -> str:
+    shares = " to ".join("-" if s is None else f"{s:.0%}" for s in (found.before_share, found.after_share))
+    return f"{found.rule}: {sentence(found.title)} ({shares} of the tail's excess)"
+
+
+def change_line(row: Change) -> str:
+    """What a row of the table says, as a sentence."""
+    amount = _change(row)
+    times = f"{seconds(row.before_s)} before, {seconds(row.after_s)} after"
+    return f"{printable(row.klass, 24)} {row.metric} {row.quantile}: {times}{f', {amount}' if amount else ''}: {_verdict(row)}"
 
 
 def _trace(name: str, about: About) -> str:
     return (
         f"{name} {printable(about.path)}: {about.requests:,} requests in {(about.last_ns - about.first_ns) / 1e9:,.0f} s "
-        f"({about.rate:.3g}/s, {about.loop} loop, {about.in_flight:.3g} in flight), {about.blocks:.0f} blocks of "
-        f"{about.block_s:.3g} s"
+        f"({amount(about.rate)}/s, {about.loop} loop, {amount(about.in_flight)} in flight), {about.blocks:.0f} blocks of "
+        f"{seconds(about.block_s)}"
     )
 
 
@@ -200,7 +210,7 @@ def _load_status(item: LoadItem) -> str:
 def _amount(value: float | str, unit: str) -> str:
     if isinstance(value, str):
         return value
-    return f"{value:.3g}{f' {unit}' if unit else ''}"
+    return f"{amount(value)}{f' {unit}' if unit else ''}"
 
 
 def _load_interval(item: LoadItem) -> str:
@@ -208,7 +218,7 @@ def _load_interval(item: LoadItem) -> str:
         return ""
     low, high = item.interval
     if item.about in ("arrivals", "lengths"):
-        return f"{low:+.1%} to {high:+.1%}"
+        return f"{percent(low, True)} to {percent(high, True)}"
     return f"{100 * low:+.1f} to {100 * high:+.1f} points"
 
 
@@ -267,8 +277,8 @@ def _change(row: Change) -> str:
         return ""
     low, high = row.interval
     if high > MOST_PERCENT:
-        return f"{1 + row.change:.3g}x" if row.before_s and row.before_s > FLOOR_S else ""
-    return f"{row.change:+.1%} [{low:+.1%}, {high:+.1%}]"
+        return f"{amount(1 + row.change)}x" if row.before_s and row.before_s > FLOOR_S else ""
+    return f"{percent(row.change, True)} [{percent(low, True)}, {percent(high, True)}]"
 
 
 def _ranges(found: Comparison) -> Table:
@@ -298,10 +308,18 @@ def _outcomes(rows: Sequence[Outcome]) -> Table:
             cells = [f"{row.before:.2%}", f"{row.after:.2%}", f"{100 * row.difference:+.2g} points"]
             interval = "" if row.interval is None else " to ".join(f"{100 * v:+.2g}" for v in row.interval)
         else:
-            cells = [f"{row.before:.3g} {row.unit}", f"{row.after:.3g} {row.unit}", f"{row.difference:+.3g}"]
-            interval = "" if row.interval is None else " to ".join(f"{v:+.3g}" for v in row.interval)
+            cells = [
+                f"{amount(row.before)} {row.unit}",
+                f"{amount(row.after)} {row.unit}",
+                _more(row.difference),
+            ]
+            interval = "" if row.interval is None else " to ".join(map(_more, row.interval))
         table.add_row(name, *cells, interval)
     return table
+
+
+def _more(value: float) -> str:
+    return f"{'-' if value < 0 else '+'}{amount(abs(value))}"
 
 
 def _bill(parts: Sequence[Part]) -> Table:
@@ -333,8 +351,9 @@ def _coupling(found: Comparison) -> Table:
 # -- a sweep ----------------------------------------------------------------------------------------
 
 
-def _sweep(found: Sweep) -> Iterator[RenderableType]:
-    yield Text(printable(found.text, 600), "bold")
+def sweep_parts(found: Sweep) -> Iterator[RenderableType]:
+    """All there is to say, in order."""
+    yield Lead("", "", sentence(found.text))
     yield Text()
     table = _table("", *(str(i) for i, _ in enumerate(found.points, 1)), "")
     for name, cells in _sweep_rows(found):
@@ -344,22 +363,20 @@ def _sweep(found: Sweep) -> Iterator[RenderableType]:
         yield Text(f"  {i}. {printable(point.path)}", "dim")
     if found.evidence:
         yield Text()
-        yield _heading(
-            "What is full first" + (f": {found.saturates}" if found.saturates else ": cannot tell")
-        )
+        yield Heading("What is full first" + (f": {found.saturates}" if found.saturates else ": cannot tell"))
         for text in found.evidence:
-            yield Padding(Text(f"- {text}"), (0, 0, 0, 2))
+            yield Item(sentence(text))
     for note in found.notes:
-        yield Text(f"note: {note}", "yellow")
+        yield Text(f"note: {sentence(note)}", "yellow")
 
 
 def _sweep_rows(found: Sweep) -> Iterator[tuple[str, list[str]]]:
     """A row a number, a column a trace: there are more numbers than traces."""
     points = found.points
-    yield found.axis, [f"{p.load:.3g}" for p in points]
-    yield "completed requests/s", [f"{p.throughput:.3g}" for p in points]
+    yield found.axis, [amount(p.load) for p in points]
+    yield "completed requests/s", [amount(p.throughput) for p in points]
     yield "output tokens/s", [f"{p.output_tokens:,.0f}" for p in points]
-    yield "failed", [f"{p.failed:.1%}" for p in points]
+    yield "failed", [percent(p.failed) for p in points]
     for metric in METRICS:
         for q in ("p50", "p99"):
             cells = [seconds(p.latency.get(metric, {}).get(q)) for p in points]
@@ -394,15 +411,6 @@ def _table(*columns: str) -> Table:
         left = i == 0 or (last and not name)
         table.add_column(name, justify="left" if left else "right", no_wrap=not last)
     return table
-
-
-def seconds(value: float | None) -> str:
-    """At most three significant digits, with the unit that fits."""
-    if value is None:
-        return "-"
-    if value >= 1:
-        return f"{value:.3g} s"
-    return f"{value * 1e3:.3g} ms"
 
 
 def signed(value: float) -> str:

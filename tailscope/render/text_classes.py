@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from tailscope.render.units import seconds
+from tailscope.render.units import amount, percent, seconds
 from tailscope.safe import printable
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -30,9 +30,9 @@ def attained(entry: Entry) -> str:
         text = f"undecided: {entry['n']} of {entry['n'] + entry['unknown']} requests tell ({limits})"
     else:
         low, high = entry["ci95"]
-        text = f"{entry['share']:.1%} [{low:.1%}, {high:.1%}] meet {limits}"
+        text = f"{percent(entry['share'])} [{percent(low)}, {percent(high)}] meet {limits}"
         if entry["goodput_rps"] is not None:
-            text += f": {entry['goodput_rps']:.3g} of {entry['rate_rps']:.3g} requests/s"
+            text += f": {amount(entry['goodput_rps'])} of {amount(entry['rate_rps'])} requests/s"
     if entry["failed"]:
         text += f"; {entry['failed']:,} failed or given up"
     if entry["unknown"] and entry["share"] is not None:
@@ -79,7 +79,7 @@ def cells(entries: list[Entry]) -> Iterator[Text]:
     for entry in worst[:MOST_LINES]:
         (low, high), (least, most) = entry["prompt_tokens"], entry["output_tokens"]
         yield Text(
-            f"  prompts of {low:,}-{high - 1:,} with answers of {least:,}-{most - 1:,} tokens: {entry['n'] / n:.1%} of requests, "
+            f"  prompts of {low:,}-{high - 1:,} with answers of {least:,}-{most - 1:,} tokens: {percent(entry['n'] / n)} of requests, "
             f"{entry['share_of_slow']:.0%} of the TTFTs above their class's p95 (TTFT p50 {seconds(entry['ttft']['p50_s'])})"
         )
 
