@@ -117,3 +117,9 @@ def test_what_cannot_be_written_is_one_message(trace: Path, tmp_path: Path) -> N
     done = tailscope("report", trace, "-o", tmp_path / "no" / "page.html")
     assert done.returncode == 2 and b"cannot be written: No such file or directory" in done.stderr
     assert b"Traceback" not in done.stderr
+
+
+def test_links_within_the_page_lead_somewhere(example: tuple[Diagnosis, str]) -> None:
+    _, page = example
+    anchors = set(re.findall(r'href="#([^"]+)"', page))
+    assert anchors and anchors <= set(re.findall(r' id="([^"]+)"', page))

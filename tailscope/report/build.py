@@ -49,10 +49,7 @@ def page(trace: Trace, diagnosis: Diagnosis, scope: Scope, took: dict[str, float
     steps = watch("iterations", lambda: iterations.gather(trace))
     windows = watch("ranks", lambda: ranks.gather(trace))
     grids = watch("experts", lambda: experts.gather(trace))
-    sections: list[tuple[str, str, Html | None]] = [
-        ("verdict", "Verdict", findings.verdict(diagnosis, _span(diagnosis))),
-        ("findings", "Findings", findings.findings(diagnosis, spoken)),
-        ("filters", "", latency_panel.filters(of_requests)),
+    made: list[tuple[str, str, Html | None]] = [
         ("latency", "Latency", latency_panel.latency_section(diagnosis, of_requests)),
         ("excess", "Excess", tables.excess(diagnosis)),
         ("blame", "Blame", tables.blame(diagnosis)),
@@ -63,6 +60,12 @@ def page(trace: Trace, diagnosis: Diagnosis, scope: Scope, took: dict[str, float
         ("experts", "Experts", experts.experts_section(grids)),
         ("rules", "Rules", tables.rules(diagnosis)),
         ("trust", "Trust", tables.trust(diagnosis)),
+    ]
+    shown = [(place, title, content) for place, title, content in made if content]
+    first = [
+        ("verdict", "Verdict", findings.verdict(diagnosis, _span(diagnosis))),
+        ("findings", "Findings", findings.findings(diagnosis, spoken, {place for place, _, _ in shown})),
+        ("filters", "", latency_panel.filters(of_requests)),
     ]
     data = {
         "latency": latency_panel.data(of_requests),
@@ -81,8 +84,7 @@ def page(trace: Trace, diagnosis: Diagnosis, scope: Scope, took: dict[str, float
         ],
     }
     name = Path(str(diagnosis.trace["path"])).name
-    shown = [(place, title, content) for place, title, content in sections if content]
-    return watch("page", lambda: assemble(name, shown, data))
+    return watch("page", lambda: assemble(name, [*first, *shown], data))
 
 
 class _Watch:

@@ -79,8 +79,6 @@ function layout(more = {}) {
   return made;
 }
 
-const LOG_TICKS = { tickvals: [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1, 10, 100, 1e3, 1e4], ticktext: ["1 µs", "10 µs", "100 µs", "1 ms", "10 ms", "100 ms", "1 s", "10 s", "100 s", "1,000 s", "10,000 s"] };
-
 // Ticks of a logarithmic axis of seconds from `low` to `high`: so close that there are three or more.
 function secondsAxis(low, high, more = {}) {
   const from = Math.floor(Math.log10(Math.max(low, 1e-7)));

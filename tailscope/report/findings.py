@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from tailscope.model import Diagnosis, Finding
 from tailscope.render import words
 from tailscope.render.units import seconds
-from tailscope.report.html import Html, el, table
-from tailscope.report.parts import Child, section
+from tailscope.report.html import Child, Html, el, table
+from tailscope.report.parts import section
 from tailscope.report.spoken_of import SpokenOf
 
 #: A mark beside each word, so that colour is never all that tells them apart.
 SEVERITY_MARK = {"high": "▲", "medium": "◆", "low": "●"}
 STATUS_MARK = {"found": "▲", "nothing": "✓", "inconclusive": "?", "no-data": "–"}
-#: What a rule looks at -> the section that shows it, by what its culprit and claims are.
+#: Section -> how a finding links to it.
 PANEL_TITLES = {
     "latency": "latency over time",
     "excess": "where the excess went",
@@ -24,7 +24,6 @@ PANEL_TITLES = {
     "shapes": "prompt and answer lengths",
     "ranks": "ranks and steps",
     "experts": "expert load",
-    "trust": "trust",
 }
 
 
@@ -57,7 +56,8 @@ def verdict(diagnosis: Diagnosis, when: str) -> Html:
     )
 
 
-def findings(diagnosis: Diagnosis, spoken: Mapping[int, SpokenOf]) -> Html:
+def findings(diagnosis: Diagnosis, spoken: Mapping[int, SpokenOf], there: Collection[str]) -> Html:
+    """`there`: sections of the page."""
     if not diagnosis.findings:
         return section("findings", "Findings", "No rule found a cause. What each rule says is under Rules.")
     numbers = words.same_times(diagnosis.findings)
@@ -69,13 +69,15 @@ def findings(diagnosis: Diagnosis, spoken: Mapping[int, SpokenOf]) -> Html:
         "Findings",
         f"{lead}; the worst first. Open one for its evidence, what speaks against it, and what to change.",
         [
-            _finding(number, finding, same, spoken.get(number, SpokenOf()))
+            _finding(number, finding, same, spoken.get(number, SpokenOf()), there)
             for number, (finding, same) in enumerate(zip(diagnosis.findings, numbers, strict=True), 1)
         ],
     )
 
 
-def _finding(number: int, finding: Finding, same: int | None, spoken: SpokenOf) -> Html:
+def _finding(
+    number: int, finding: Finding, same: int | None, spoken: SpokenOf, there: Collection[str]
+) -> Html:
     head = el(
         "summary",
         el(
@@ -126,7 +128,7 @@ def _finding(number: int, finding: Finding, same: int | None, spoken: SpokenOf) 
         el("dl", [[el("dt", name), el("dd", value)] for name, value in facts if value], cls="facts"),
         _requests(spoken),
         _steps(spoken),
-        _links(number, finding, spoken),
+        _links(number, finding, spoken, there),
         id=f"finding-{number}",
         cls=f"finding {finding.severity} {finding.status}",
         open=number == 1,
@@ -180,8 +182,10 @@ def _steps(spoken: SpokenOf) -> Child:
     )
 
 
-def _links(number: int, finding: Finding, spoken: SpokenOf) -> Html:
-    links = [el("li", el("a", PANEL_TITLES[name], href=f"#{name}")) for name in spoken.panels]
+def _links(number: int, finding: Finding, spoken: SpokenOf, there: Collection[str]) -> Html:
+    links = [
+        el("li", el("a", PANEL_TITLES[name], href=f"#{name}")) for name in spoken.panels if name in there
+    ]
     rule = el("li", el("span", "explained by "), el("code", f"tailscope rules {finding.rule}"))
     return el(
         "div",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tailscope.render import words
-from tailscope.report.html import Child, Html, el, join
+from tailscope.report.html import Child, Html, el
 
 
 def section(name: str, title: str, lead: Child, *content: Child, cls: str = "") -> Html:
@@ -72,10 +72,6 @@ def clock(ns: int, short: bool = False) -> str:
     return moment.isoformat(timespec="milliseconds" if short else "seconds")[11:].split("+")[0]
 
 
-def swatch(number: int) -> Html:
-    return el("i", cls=f"swatch k{number % 8}", aria_hidden="true")
-
-
 def listed(names: list[str], most: int = 4) -> str:
     """A few names in words."""
     shown = names[:most]
@@ -83,19 +79,3 @@ def listed(names: list[str], most: int = 4) -> str:
     if more:
         return f"{', '.join(shown)} and {more} more"
     return " and ".join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else "".join(shown)
-
-
-__all__ = [
-    "Child",
-    "Html",
-    "behind",
-    "chart",
-    "choice",
-    "clock",
-    "el",
-    "join",
-    "lacking",
-    "listed",
-    "section",
-    "swatch",
-]

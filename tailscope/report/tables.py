@@ -10,8 +10,8 @@ from tailscope.model import ClassRow, Diagnosis
 from tailscope.render import text_classes, words
 from tailscope.render.units import seconds
 from tailscope.report.columns import shown_name
-from tailscope.report.html import Html, el, table
-from tailscope.report.parts import Child, behind, section
+from tailscope.report.html import Child, Html, el, table
+from tailscope.report.parts import behind, section
 from tailscope.safe import printable
 
 #: Of a bar, parts below this share of it have no name of their own.
