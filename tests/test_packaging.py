@@ -40,6 +40,8 @@ DISTRIBUTIONS = {
 FOR_MAKING = {"grafana_foundation_sdk": "grafana-foundation-sdk"}
 #: Imported by a dependency of ours for us: `trace.requests.df()` is DuckDB's, and needs it.
 FOR_OTHERS = {"pandas"}
+#: Read as a file, not imported: its script goes into pages.
+READ = {"plotly"}
 #: Its modules are `google.rpc`, as protobuf's are `google.protobuf`.
 IN_A_SHARED_PACKAGE = {"googleapis-common-protos"}
 NO_NETWORK = re.compile(
@@ -138,7 +140,7 @@ def test_dependencies_are_what_is_imported() -> None:
         if name not in sys.stdlib_module_names and name != "tailscope" and name not in FOR_MAKING
     }
     listed = {re.split(r"[<>=!~\[; ]", entry)[0] for entry in PROJECT["project"]["dependencies"]}
-    assert listed == imported | FOR_OTHERS | IN_A_SHARED_PACKAGE
+    assert listed == imported | FOR_OTHERS | READ | IN_A_SHARED_PACKAGE
     for_developers = {
         re.split(r"[<>=!~\[; ]", entry)[0] for entry in PROJECT["project"]["optional-dependencies"]["dev"]
     }

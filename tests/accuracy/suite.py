@@ -144,9 +144,7 @@ def main() -> int:
     counts: Mapping[str, Sequence[int]] = SHORT
     null_worlds = SHORT_NULLS
     if not arguments.short:
-        shares = {kind: arguments.share for kind in FULL} | {
-            "decoy": arguments.decoy_share or arguments.share
-        }
+        shares = dict.fromkeys(FULL, arguments.share) | {"decoy": arguments.decoy_share or arguments.share}
         counts = {kind: [max(1, round(shares[kind] * n)) for n in each] for kind, each in FULL.items()}
         null_worlds = FULL_NULLS
     tests = [test.__name__ for test in nulls.TESTS]

@@ -196,7 +196,9 @@ async def measure(
     if engines:
         print(f"  {scraped:.1f} pages/s of {engines} engines, {samples:,} samples stored")
     if looks:
-        print(f"  /metrics p50 {np.median(looks) * 1e3:.0f} ms, p99 {np.quantile(looks, 0.99) * 1e3:.0f}, worst {max(looks) * 1e3:.0f} ms")
+        print(
+            f"  /metrics p50 {np.median(looks) * 1e3:.0f} ms, p99 {np.quantile(looks, 0.99) * 1e3:.0f}, worst {max(looks) * 1e3:.0f} ms"
+        )
     tenths = [f"{part.mean():,.0f}" for part in np.array_split(megabytes, min(10, len(megabytes)))]
     print(f"  memory, MB, mean of each tenth of the time: {', '.join(tenths)} (unique to the processes)")
 
