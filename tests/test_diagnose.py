@@ -163,6 +163,15 @@ def test_phase_b_is_a_kv_squeeze(example: Path) -> None:
     assert stalled["longest_s"] == pytest.approx(19.1, abs=0.4)
 
 
+def test_requests_that_end_were_not_thrown_out_though_they_came_before_the_window(example: Path) -> None:
+    fifty_seconds = Scope(from_ns=1_795_963_250_000_000_000, to_ns=1_795_963_300_000_000_000)
+    storms = []
+    for scope in (None, fifty_seconds):
+        evidence = finding(judged(example, scope), "preemption-storm").evidence
+        storms += [e.data["preempted"] for e in evidence if "told" in e.data]
+    assert storms == [29, 29]
+
+
 def test_stalls_are_nobodys_who_was_not_preempted(example: Path) -> None:
     with Trace(example) as trace:
         diagnose(trace, Config())

@@ -62,10 +62,23 @@ CROSS JOIN victims v
 #: at least: fewer run than before, by more than have finished about then. In a full cache these were thrown out.
 _THROWN = f"""
 CREATE OR REPLACE TEMP TABLE thrown_out AS
-WITH ended AS (
+WITH only_engine AS (
+    SELECT instance, any_value(engine) AS engine FROM steps GROUP BY instance HAVING count(DISTINCT coalesce(engine, -1)) = 1
+),
+-- Who came before the time that is looked at ends in it all the same. Several may tell of one.
+before AS (
+    SELECT coalesce(instance, '') AS instance, max(engine) AS engine,
+           max(coalesce(instant(arrival_ns) + duration(e2e_ns), instant(finished_ns))) AS time_ns
+    FROM requests WHERE observer = 'engine' AND instant(arrival_ns) < (SELECT min(arrival_ns) FROM joined)
+    GROUP BY coalesce(instance, ''), coalesce(request_id, request_key)
+),
+ended AS (
     SELECT instance, coalesce(engine, -1) AS engine_key, engine IS NULL AS anywhere,
            coalesce(arrival_ns + e2e_ns, finished_ns) AS time_ns
     FROM joined WHERE coalesce(arrival_ns + e2e_ns, finished_ns) IS NOT NULL
+    UNION ALL
+    SELECT b.instance, coalesce(b.engine, o.engine, -1), coalesce(b.engine, o.engine) IS NULL, b.time_ns
+    FROM before b LEFT JOIN only_engine o USING (instance) WHERE b.time_ns IS NOT NULL
 ),
 keyed AS (SELECT k, instance, coalesce(engine, -1) AS engine_key, end_ns FROM steps),
 went AS (
