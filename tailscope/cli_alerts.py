@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from tailscope.errors import UsageError
+from tailscope.output import no_folder, replacing
 
 
 def alerts(
@@ -50,10 +51,6 @@ def alerts(
     if output is None:
         typer.echo(text, nl=False)
         return
-    try:
-        # Prometheus may be told to read it at any moment.
-        part = output.with_name(output.name + ".part")
+    no_folder(output, "rules.yaml")
+    with replacing(output) as part:
         part.write_text(text, encoding="utf-8")
-        part.replace(output)
-    except OSError as error:
-        raise UsageError(f"{output}: cannot be written: {error.strerror}") from error

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from tailscope.errors import UsageError
+from tailscope.output import replacing
 
 
 def dashboards(
@@ -19,16 +20,14 @@ def dashboards(
     """Write the dashboards for Grafana, and how it is told to load them (docs/dashboards.md)."""
     shipped = files("tailscope.dashboards")
     found = [entry for folder in (shipped, shipped / "provisioning") for entry in folder.iterdir()]
-    try:
-        for entry in sorted(found, key=lambda entry: entry.name):
-            if not entry.name.endswith((".json", ".yaml")):
-                continue
-            place = output / "provisioning" if entry.name.endswith(".yaml") else output
+    for entry in sorted(found, key=lambda entry: entry.name):
+        if not entry.name.endswith((".json", ".yaml")):
+            continue
+        place = output / "provisioning" if entry.name.endswith(".yaml") else output
+        try:
             place.mkdir(parents=True, exist_ok=True)
-            # Grafana may be told to read it at any moment.
-            part = place / f"{entry.name}.part"
+        except OSError as error:
+            raise UsageError(f"{place}: cannot be made: {error.strerror}") from error
+        with replacing(place / entry.name) as part:
             part.write_bytes(entry.read_bytes())
-            part.replace(place / entry.name)
-            typer.echo(place / entry.name)
-    except OSError as error:
-        raise UsageError(f"{output}: cannot be written: {error.strerror}") from error
+        typer.echo(place / entry.name)

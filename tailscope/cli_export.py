@@ -19,7 +19,7 @@ from tailscope.cli_options import (
     ToOption,
     TracePath,
 )
-from tailscope.errors import UsageError
+from tailscope.output import no_folder
 
 app = typer.Typer(
     help="Write a trace for other tools.",
@@ -70,8 +70,7 @@ def perfetto(
     from tailscope.export.export import export as run
     from tailscope.safe import printable
 
-    if output.is_dir():
-        raise UsageError(f"{output}: is a folder; name a file, for example {output / 'out.pftrace'}")
+    no_folder(output, "out.pftrace")
     written = on_trace(
         lambda opened, settings, scope: run(
             opened,

@@ -18,7 +18,7 @@ from tailscope.cli_options import (
     ToOption,
     TracePath,
 )
-from tailscope.errors import UsageError
+from tailscope.output import no_folder, replacing
 
 
 def report(
@@ -37,16 +37,10 @@ def report(
     from tailscope.cli import on_trace
     from tailscope.report.build import report as run
 
-    if output.is_dir():
-        raise UsageError(f"{output}: is a folder; name a file, e.g. {output / 'report.html'}")
+    no_folder(output, "report.html")
     diagnosis, page = on_trace(
         run, trace, config, slo or [], memory_limit, (from_, to, last, instance, klass)
     )
-    try:
-        # Somebody may have the page before it open.
-        part = output.with_name(output.name + ".part")
+    with replacing(output) as part:
         part.write_text(page, encoding="utf-8")
-        part.replace(output)
-    except OSError as error:
-        raise UsageError(f"{output}: cannot be written: {error.strerror}") from error
     typer.echo(f"{diagnosis.verdict.status.upper()}: written to {output} ({len(page) / 1e6:.2g} MB)")

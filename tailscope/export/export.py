@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,6 +15,7 @@ from tailscope.export import arrows, chrome, engines, findings, perfetto, ranks,
 from tailscope.export.span import MOST_SLICES, Span, choose
 from tailscope.export.timeline import SHOWN, Batch, Names, Timeline, Tracks
 from tailscope.model import Diagnosis
+from tailscope.output import replacing
 from tailscope.ranks.compared import write_ranks
 from tailscope.store import Trace
 
@@ -66,18 +66,11 @@ def write(
             f"{trace.path}: nothing with a time begins in what was asked for, so there is nothing to show"
         )
     timeline, told = _timeline(trace, diagnosis, span)
-    part = output.with_name(output.name + ".part")
-    try:
+    with replacing(output) as part:
         with part.open("wb") as out:
             writer = perfetto.Writer(out) if format == "perfetto" else chrome.Writer(out)
             writer.write(timeline)
         size = part.stat().st_size
-        part.replace(output)
-    except OSError as error:
-        raise UsageError(f"{output}: cannot be written: {error.strerror}") from error
-    finally:
-        with suppress(OSError):
-            part.unlink()
     return Written(writer.slices, writer.counters, len(timeline.tracks.all), size, span, told)
 
 
