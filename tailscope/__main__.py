@@ -21,6 +21,11 @@ def main() -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
+    except RuntimeError as error:
+        # DuckDB says so where Ctrl-C came while a query ran.
+        if "Query interrupted" not in str(error):
+            raise
+        sys.exit(130)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise

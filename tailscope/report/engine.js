@@ -19,6 +19,7 @@ function drawIterations() {
   const hover = (i) =>
     `${clock(e.first_ms + e.at[i] * 1000)} UTC<br>${e.binned ? `${whole(e.steps[i] ?? 0)} steps, longest ` : "took "}${seconds(e.took[i])}` +
     `<br>${what}${whole(e.prefill[i] ?? 0)} prefill tokens, ${whole(e.decode[i] ?? 0)} decode tokens` +
+    (e.again[i] > 0 ? `, ${whole(e.again[i])} computed again` : "") +
     (e.kv[i] === null ? "" : `<br>KV ${Math.round(e.kv[i] * 100)}%`) +
     (e.running[i] === null ? "" : `, ${whole(e.running[i])} running`) +
     (e.waiting[i] === null ? "" : `, ${whole(e.waiting[i])} waiting`);
@@ -27,7 +28,7 @@ function drawIterations() {
   const area = (y, name, colour, pattern) => ({ ...common, type: "scatter", mode: "lines", y, name, stackgroup: "tokens", line: { width: 0, shape: "vh" }, fillcolor: colour, ...(pattern ? { fillpattern: { shape: pattern, fgcolor: colour, bgcolor: "rgba(0,0,0,0)", size: 5 } } : {}), yaxis: "y" });
   const line = (y, name, k, yaxis, more = {}) => ({ ...common, type: "scatter", mode: "lines", y, name, connectgaps: false, yaxis, line: { color: c.series[k], dash: DASHES[k], width: 1.8, shape: "vh" }, ...more });
   // Of three strips those that have something, from the top: batch, duration, how full it was.
-  const computed = [e.prefill, e.decode].some((values) => values.some((v) => v > 0));
+  const computed = [e.prefill, e.decode, e.again].some((values) => values.some((v) => v > 0));
   const kv = e.kv.some((v) => v !== null);
   const counts = e.running.some((v) => v !== null);
   const strips = [computed && "y", "y2", (kv || counts) && "y3"].filter(Boolean);
@@ -38,6 +39,7 @@ function drawIterations() {
   };
   const data = [{ ...common, type: "scatter", mode: "markers", y: of(e.took), name: e.binned ? "longest step" : "step", yaxis: "y2", marker: { size: 4, color: c.series[0], symbol: "circle" } }];
   if (computed) data.unshift(area(of(e.decode, 0), "decode tokens", c.of("--p-own2"), ""), area(of(e.prefill, 0), "prefill tokens", c.of("--p-others"), "/"));
+  if (e.again.some((v) => v > 0)) data.splice(2, 0, area(of(e.again, 0), "computed again", c.of("--p-kv2"), "x"));
   if (e.usual) data.push({ ...line(of(e.usual), "median step", 7, "y2") });
   if (kv) data.push(line(of(e.kv.map((v) => (v === null ? null : v * 100)), 0), "KV in use, %", 6, "y3", { fill: "tozeroy", fillcolor: "rgba(120,100,170,0.12)" }));
   if (counts) data.push(line(of(e.running, 0), "running", 2, kv ? "y4" : "y3"), line(of(e.waiting, 0), "waiting", 1, kv ? "y4" : "y3"));

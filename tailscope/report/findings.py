@@ -35,7 +35,7 @@ def verdict(diagnosis: Diagnosis, when: str) -> Html:
         (f"{len(diagnosis.findings):,}", "finding" if len(diagnosis.findings) == 1 else "findings"),
     ]
     if said.explained is not None:
-        counts.append((f"{said.explained:.0%}", "of the excess explained"))
+        counts.append((f"{said.explained:.0%}", "explained, of the tails that findings name"))
     if when:
         counts.append((when, "looked at"))
     return el(
@@ -158,7 +158,12 @@ def _requests(spoken: SpokenOf) -> Child:
         )
         for r in spoken.requests
     ]
-    return table("Slowest requests it speaks of", ("request", "class", "TTFT", "E2E"), rows, numbers=2)
+    return table(
+        "Slowest of those who waited, in its time, whatever made them slow",
+        ("request", "class", "TTFT", "E2E"),
+        rows,
+        numbers=2,
+    )
 
 
 def _steps(spoken: SpokenOf) -> Child:

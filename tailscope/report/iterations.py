@@ -81,17 +81,24 @@ def gather(trace: Trace) -> Iterations:
     return result
 
 
-#: Seconds are from the engine's first step.
-_EACH = """
-SELECT round((end_ns - $first) / 1e9, 4) AS at, tile_ns / 1e9 AS took, 1 AS steps, prefill_tokens AS prefill, decode_tokens AS decode,
-       kv_usage AS kv, running, waiting, preempted
-FROM steps WHERE instance = $instance AND engine IS NOT DISTINCT FROM $engine ORDER BY k
+#: Tokens that preemptions made computed again are told by engines as those of decodes.
+_COMPUTED = """
+WITH computed AS (
+    SELECT s.*, coalesce(greatest(c.prefill_tokens - s.prefill_tokens, 0), 0) AS again FROM steps s LEFT JOIN step_costs c USING (k)
+)
 """
-_BINNED = """
+#: Seconds are from the engine's first step.
+_EACH = f"""{_COMPUTED}
+SELECT round((end_ns - $first) / 1e9, 4) AS at, tile_ns / 1e9 AS took, 1 AS steps, prefill_tokens AS prefill,
+       decode_tokens - least(again, decode_tokens) AS decode, again,
+       kv_usage AS kv, running, waiting, preempted
+FROM computed WHERE instance = $instance AND engine IS NOT DISTINCT FROM $engine ORDER BY k
+"""
+_BINNED = f"""{_COMPUTED}
 SELECT round(max(end_ns - $first) / 1e9, 4) AS at, max(tile_ns) / 1e9 AS took, median(tile_ns) / 1e9 AS usual, count(*) AS steps,
-       avg(prefill_tokens) AS prefill, avg(decode_tokens) AS decode, max(kv_usage) AS kv, avg(running) AS running, max(waiting) AS waiting,
+       avg(prefill_tokens) AS prefill, avg(decode_tokens - least(again, decode_tokens)) AS decode, avg(again) AS again, max(kv_usage) AS kv, avg(running) AS running, max(waiting) AS waiting,
        sum(preempted) AS preempted
-FROM steps WHERE instance = $instance AND engine IS NOT DISTINCT FROM $engine
+FROM computed WHERE instance = $instance AND engine IS NOT DISTINCT FROM $engine
 GROUP BY least((end_ns - $first) * $bins // $span, $bins - 1) ORDER BY 1
 """
 

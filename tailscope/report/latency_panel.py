@@ -170,15 +170,17 @@ def _furthest(latency: Latency, metric: str) -> str:
         q = next((q for q in (0.99, 0.95, 0.9) if curve["n"] * (1 - q) >= 10), None)
         median, high = quantile(curve, 0.5), None if q is None else quantile(curve, q)
         if q is not None and median and high:
-            found.append((high / median, klass, q, median, high))
+            found.append((high / median, klass, q, curve["n"], high))
     if not found:
         return "No class has requests enough to speak of its tail."
-    ratio, klass, q, median, high = max(found)
-    return f"The {metric} of {klass} has the longest here: {name_of(q)} {seconds(high)} is {amount(ratio)} times its median of {seconds(median)}."
+    ratio, klass, q, n, high = max(found)
+    # Of these requests: what holds for others like them is in the table, where there are enough.
+    return f"The {metric} of {klass} has the longest here: of its {n:,} the slowest {round(n * (1 - q)):,} take {seconds(high)} and more, {amount(ratio)} times their median."
 
 
 def times_says(latency: Latency, metric: str) -> str:
     rows = latency.times[metric]
+    compared = False
     for q in reversed(OVER_TIME):
         name = name_of(q)
         told = [
@@ -186,6 +188,7 @@ def times_says(latency: Latency, metric: str) -> str:
             for i, (value, before) in enumerate(zip(rows[name], _usual(rows, name), strict=True))
             if value and before
         ]
+        compared |= len(told) > 1
         if told and max(told)[0] >= 1.05:
             ratio, i = max(told)
             start_ns = latency.first_ns + int(rows["bin"][i] * latency.bin_s * 1e9)
@@ -193,7 +196,12 @@ def times_says(latency: Latency, metric: str) -> str:
                 f"Lines are a quantile of the requests that arrived in {seconds(latency.bin_s)}, dots are single requests. The {name} {metric} of "
                 f"{latency.classes[rows['klass'][i]]} is highest for its class at {clock(start_ns)} UTC: {seconds(rows[name][i])}, {amount(ratio)} times its usual."
             )
-    return f"Lines are a quantile of the requests that arrived in {seconds(latency.bin_s)}, where these are enough, dots are single requests. None stands out."
+    bins = f"Lines are a quantile of the requests that arrived in {seconds(latency.bin_s)}, where these are enough, dots are single requests."
+    return (
+        f"{bins} None stands out."
+        if compared
+        else f"{bins} No two times of a class have enough to be compared."
+    )
 
 
 def _usual(rows: dict[str, list[Any]], name: str) -> list[float | None]:
