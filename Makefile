@@ -24,7 +24,7 @@ demo: $(VENV)/installed
 	@$(VENV)/bin/tailscope demo
 
 test: $(VENV)/installed-dev
-	$(VENV)/bin/pytest -ra -n 2 --dist loadfile
+	$(VENV)/bin/pytest -ra -n 2 --dist worksteal
 
 check: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check
