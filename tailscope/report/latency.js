@@ -190,12 +190,14 @@ function drawTimes() {
     if (which < 0) return;
     const told = bins[k].filter((b) => b.q[which] !== null);
     const label = `p${Math.round(OVER_TIME[which] * 100)}`;
+    // No line over time that nobody measured.
+    const drawn = told.flatMap((b, i) => (i && b.bin - told[i - 1].bin > 1 ? [null, b] : [b]));
     lines.push({
       type: "scatter",
       mode: told.length > 1 ? "lines+markers" : "markers",
-      x: told.map((b) => lat.first_ms + (b.bin + 0.5) * lat.bin * 1000),
-      y: told.map((b) => b.q[which]),
-      text: told.map((b) => `${label} ${seconds(b.q[which])} of ${whole(b.n)}`),
+      x: drawn.map((b) => (b === null ? null : lat.first_ms + (b.bin + 0.5) * lat.bin * 1000)),
+      y: drawn.map((b) => (b === null ? null : b.q[which])),
+      text: drawn.map((b) => (b === null ? "" : `${label} ${seconds(b.q[which])} of ${whole(b.n)}`)),
       name: `${brief(name)} ${label}`,
       legendgroup: String(k),
       line: { color: c.series[k % 8], dash: DASHES[k % 8], width: 2.4 },

@@ -198,7 +198,7 @@ def times_says(latency: Latency, metric: str) -> str:
             )
     bins = f"Lines are a quantile of the requests that arrived in {seconds(latency.bin_s)}, where these are enough, dots are single requests."
     return (
-        f"{bins} None stands out."
+        f"{bins} No point of a line stands out."
         if compared
         else f"{bins} No two times of a class have enough to be compared."
     )
