@@ -137,11 +137,10 @@ WITH usual AS (
 sums AS (
     SELECT s.instance, s.engine, s.storm, min(s.start_ns) AS first_ns, max(s.end_ns) AS last_ns, sum(s.told) AS told, sum(s.early) AS early,
            max(s.untold) AS untold, sum(s.untold * s.tile_ns) / 1e9 AS untold_s,
-           sum(greatest(c.prefill_tokens - p.prefill_tokens, 0)) AS again_tokens, sum(c.prefill_tokens + c.decode_requests) AS tokens,
+           sum(c.recompute_tokens) AS again_tokens, sum(c.prefill_tokens + c.decode_requests) AS tokens,
            sum(greatest(s.running - u.running_when_full, 0) * s.tile_ns) / 1e9 AS over_s
     FROM storm_steps s
     LEFT JOIN step_costs c ON c.k = s.k
-    LEFT JOIN steps p ON p.k = s.k
     LEFT JOIN usual u ON u.instance = s.instance AND u.engine IS NOT DISTINCT FROM s.engine
     GROUP BY ALL
 ),

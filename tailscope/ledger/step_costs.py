@@ -46,7 +46,8 @@ _COSTS = """
 CREATE OR REPLACE TEMP TABLE step_costs (
     lane BIGINT, round BIGINT, k BIGINT, instance VARCHAR, engine BIGINT, iteration BIGINT,
     start_ns BIGINT, end_ns BIGINT,
-    prefill_tokens DOUBLE, decode_requests DOUBLE, decode_tokens DOUBLE, running DOUBLE, is_dummy BOOLEAN,
+    -- What preemptions made computed again is among those of prefill.
+    prefill_tokens DOUBLE, recompute_tokens DOUBLE, decode_requests DOUBLE, decode_tokens DOUBLE, running DOUBLE, is_dummy BOOLEAN,
     -- Seconds: all of the step; what its batch accounts for; of that, others' prefill; what is beyond it.
     tile_s DOUBLE, batch_s DOUBLE, by_others_s DOUBLE, ranks_s DOUBLE, beyond_s DOUBLE,
     -- How exactly its time is known; 0: to the instant.
@@ -89,6 +90,7 @@ def _rows(trace: Trace, instance: str, engine: int | None, lane: int, time: Engi
             "start_ns": pa.array(steps.start_ns),
             "end_ns": pa.array(steps.end_ns),
             "prefill_tokens": pa.array(steps.prefill_tokens + steps.recompute_tokens),
+            "recompute_tokens": pa.array(steps.recompute_tokens),
             "decode_requests": pa.array(steps.decode_requests),
             "running": pa.array(np.nan_to_num(steps.running)),
             "tile_s": pa.array(tile),

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tailscope.render.units import seconds
 from tailscope.report.columns import Columns, columns, shown_name
 from tailscope.report.html import Html, el, table
-from tailscope.report.parts import behind, chart, choice, clock, lacking, section
+from tailscope.report.parts import behind, chart, choice, lacking, section
 from tailscope.store import Trace
+from tailscope.units import clock, seconds
 
 #: Steps of an engine that are shown one by one; with more, so many bins of time.
 MOST_STEPS, BINS = 1_200, 600
@@ -81,22 +81,23 @@ def gather(trace: Trace) -> Iterations:
     return result
 
 
-#: Tokens that preemptions made computed again are told by engines as those of decodes.
+#: Most engines tell of tokens that preemptions made computed again as of those of decodes; a recorded schedule tells them apart.
 _COMPUTED = """
 WITH computed AS (
-    SELECT s.*, coalesce(greatest(c.prefill_tokens - s.prefill_tokens, 0), 0) AS again FROM steps s LEFT JOIN step_costs c USING (k)
+    SELECT s.*, coalesce(c.recompute_tokens, 0) AS again, CASE WHEN s.decode_tokens IS NOT NULL THEN greatest(s.decode_tokens - again, least(s.decode_tokens, s.decode_requests)) END AS decode
+    FROM steps s LEFT JOIN step_costs c USING (k)
 )
 """
 #: Seconds are from the engine's first step.
 _EACH = f"""{_COMPUTED}
 SELECT round((end_ns - $first) / 1e9, 4) AS at, tile_ns / 1e9 AS took, 1 AS steps, prefill_tokens AS prefill,
-       decode_tokens - least(again, decode_tokens) AS decode, again,
+       decode, again,
        kv_usage AS kv, running, waiting, preempted
 FROM computed WHERE instance = $instance AND engine IS NOT DISTINCT FROM $engine ORDER BY k
 """
 _BINNED = f"""{_COMPUTED}
 SELECT round(max(end_ns - $first) / 1e9, 4) AS at, max(tile_ns) / 1e9 AS took, median(tile_ns) / 1e9 AS usual, count(*) AS steps,
-       avg(prefill_tokens) AS prefill, avg(decode_tokens - least(again, decode_tokens)) AS decode, avg(again) AS again, max(kv_usage) AS kv, avg(running) AS running, max(waiting) AS waiting,
+       avg(prefill_tokens) AS prefill, avg(decode) AS decode, avg(again) AS again, max(kv_usage) AS kv, avg(running) AS running, max(waiting) AS waiting,
        sum(preempted) AS preempted
 FROM computed WHERE instance = $instance AND engine IS NOT DISTINCT FROM $engine
 GROUP BY least((end_ns - $first) * $bins // $span, $bins - 1) ORDER BY 1
