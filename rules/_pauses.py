@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from itertools import groupby
 
 import numpy as np
@@ -12,6 +11,7 @@ import numpy as np
 from tailscope import outliers, rhythm
 from tailscope.model import Decision, Remedy, Rows, Threshold, summed_up
 from tailscope.stats import Floats
+from tailscope.units import clock as time_of_day
 
 from . import _tails
 from ._tails import Row
@@ -193,4 +193,4 @@ BY_WHOM = {EPLB_NAME: EPLB, PROFILER_NAME: PROFILER, JIT_NAME: JIT, SLEEP_NAME: 
 
 def clock(ns: int) -> str:
     """Time of day, to the second."""
-    return f"{datetime.fromtimestamp(ns / 1e9, UTC):%H:%M:%S} UTC"
+    return f"{time_of_day(ns)} UTC"

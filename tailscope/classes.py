@@ -87,7 +87,7 @@ def class_times(trace: Trace, names: Sequence[str], slos: Sequence[Slo]) -> list
             limits = [s.limit_s for s in slos if (s.klass, s.metric) == (name, metric)]
             q = 95 if about["n"] >= 200 else 90
             limit_ns = min(limits) * 1e9 if limits else about[f"p{q}"]
-            width_s = _width((about["last_ns"] - about["first_ns"]) / 1e9, about["n"])
+            width_s = bin_width((about["last_ns"] - about["first_ns"]) / 1e9, about["n"], MOST_BINS)
             width_ns = round(width_s * 1e9)
             bins = trace.rows(
                 f"SELECT (arrival_ns // $width) * $width AS start_ns, count(*) AS n, median({column}) / 1e9 AS p50_s, "
@@ -111,9 +111,9 @@ def class_times(trace: Trace, names: Sequence[str], slos: Sequence[Slo]) -> list
     return result
 
 
-def _width(span_s: float, n: int) -> float:
-    """The narrowest width in which a bin has enough requests, and that makes few enough bins."""
-    least = max(span_s / MOST_BINS, span_s * BIN_REQUESTS / n)
+def bin_width(span_s: float, n: int, most: int) -> float:
+    """The narrowest width, in seconds, in which a bin has enough of n requests, and that makes at most so many bins."""
+    least = max(span_s / most, span_s * BIN_REQUESTS / n)
     days = WIDTHS_S[-1] * -(-least // WIDTHS_S[-1])
     return next((width for width in WIDTHS_S if width >= least), days)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 import pyarrow as pa
@@ -50,7 +49,7 @@ from tailscope.ranks.experts import write_expert_loads
 from tailscope.ranks.transfers import VERDICTS
 from tailscope.schema import TABLES
 from tailscope.store import Trace, schema_of
-from tailscope.units import amount
+from tailscope.units import amount, clock
 
 #: From this share of failed requests on, the latency of the rest says little about the service.
 FAILED_SHARE = 0.5
@@ -350,7 +349,7 @@ def _deaths(trace: Trace) -> str:
 
 
 def _clock(ns: int) -> str:
-    return f"{datetime.fromtimestamp(ns / 1e9, UTC):%H:%M:%S} UTC"
+    return f"{clock(ns)} UTC"
 
 
 def _about(trace: Trace) -> dict[str, Any]:

@@ -252,20 +252,19 @@ def _find(path: str, since_ns: int | None) -> dict[str, list[str]]:
         if not matches:
             raise UsageError(f"{path}: no such trace. Make one with: tailscope ingest FILES -o trace.parquet")
     tables: dict[str, list[str]] = {}
-    any_table = False
     for place in map(Path, matches):
         if not place.is_dir():
             tables.setdefault(_table_of(place), []).append(str(place))
             continue
         for name, parts in visible_parts(place).items():
             if name in BY_NAME:
-                any_table |= bool(parts)
                 parts = [
                     p for p in parts if not (PARTITION.fullmatch(p.parent.name) and p.parent.name < oldest)
                 ]
                 tables.setdefault(name, []).extend(map(str, parts))
     if not any(tables.values()):
-        if any_table:
+        # There are some, but none that counts.
+        if tables:
             raise UsageError(
                 f"{path}: holds no table written after {oldest.replace('T', ' ')}:00 UTC. Look at more"
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 
 def seconds(value: float | None) -> str:
     if value is None:
@@ -27,6 +29,12 @@ def amount(value: float) -> str:
     """A number without exponent."""
     short = f"{value:.3g}"
     return f"{float(short):,.0f}" if "e+" in short or abs(float(short)) >= 1000 else short
+
+
+def clock(ns: int, short: bool = False) -> str:
+    """Time of day, UTC, of ns since 1970: to the second, and what is `short` to the millisecond."""
+    moment = datetime.fromtimestamp(ns / 1e9, UTC)
+    return moment.time().isoformat(timespec="milliseconds" if short else "seconds")
 
 
 def percent(share: float, sign: bool = False) -> str:

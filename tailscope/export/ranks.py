@@ -13,7 +13,9 @@ import pyarrow.compute as pc
 from tailscope.export.lanes import stacked
 from tailscope.export.span import Span
 from tailscope.export.timeline import Inner, Names, Slices, Tracks, ints
+from tailscope.ranks.clocks import offset_at
 from tailscope.ranks.collectives import GPU_SQL
+from tailscope.ranks.waits import whole
 from tailscope.safe import printable
 from tailscope.stats import Ints
 from tailscope.store import Trace
@@ -139,13 +141,10 @@ def _of_rank(
 
 
 def _offset(clock: dict[str, Any], times: Ints) -> Ints:
-    """The rank's clock less the window's, as `ranks.clocks.Clock.of`."""
+    """The rank's clock less the window's."""
     since = (times - clock["origin_ns"]).astype(np.float64)
-    at, offsets = np.asarray(clock["times_ns"], np.float64), np.asarray(clock["offsets_ns"], np.float64)
-    inside = np.interp(since, at, offsets)
-    beyond = since - np.clip(since, at[0], at[-1])
-    offset: Ints = np.rint(inside + clock["drift_ppm"] * 1e-6 * beyond).astype(np.int64)
-    return offset
+    known, offsets = (np.asarray(clock[name], np.float64) for name in ("times_ns", "offsets_ns"))
+    return whole(offset_at(since, known, offsets, clock["drift_ppm"] * 1e-6))
 
 
 def slices(ranks: Ranks, names: Names) -> Iterator[Slices]:

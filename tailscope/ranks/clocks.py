@@ -64,9 +64,14 @@ class Clock:
 
     def of(self, times_ns: Floats) -> Floats:
         """The offset at times on the rank's clock."""
-        inside = np.interp(times_ns, self.times_ns, self.offsets_ns)
-        beyond = times_ns - np.clip(times_ns, self.times_ns[0], self.times_ns[-1])
-        return np.asarray(inside + self.drift * beyond)
+        return offset_at(times_ns, self.times_ns, self.offsets_ns, self.drift)
+
+
+def offset_at(times_ns: Floats, known_ns: Floats, offsets_ns: Floats, drift: float) -> Floats:
+    """Straight lines between the offsets known at some times, and the drift beyond them."""
+    inside = np.interp(times_ns, known_ns, offsets_ns)
+    beyond = times_ns - np.clip(times_ns, known_ns[0], known_ns[-1])
+    return np.asarray(inside + drift * beyond)
 
 
 def fit_clocks(

@@ -21,9 +21,9 @@ from tailscope.compare.sweep import Sweep
 from tailscope.compare.untested import told
 from tailscope.render.as_json import dumps, plain
 from tailscope.render.parts import Heading, Item, Lead
-from tailscope.render.units import amount, percent, seconds
 from tailscope.render.words import sentence
 from tailscope.safe import printable
+from tailscope.units import amount, percent, seconds
 
 #: Raised when a key is removed or changes its meaning; new keys do not raise it.
 SCHEMA_VERSION = 1

@@ -13,8 +13,8 @@ from rich.text import Text
 from tailscope.model import ClassRow, Diagnosis, Finding
 from tailscope.render import text_classes, words
 from tailscope.render.parts import Heading, Item, Lead, Told
-from tailscope.render.units import seconds as _seconds
 from tailscope.safe import printable
+from tailscope.units import seconds as _seconds
 
 STATUS_STYLE = {
     "found": "bold red",

@@ -10,8 +10,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from tailscope.render.units import amount, percent, seconds
 from tailscope.safe import printable
+from tailscope.units import amount, percent, seconds
 
 BARS = "▁▂▃▄▅▆▇█"
 #: Lines of cells and of classes over time, the worst first.

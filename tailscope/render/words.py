@@ -7,8 +7,8 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from tailscope.model import ClassRow, Diagnosis, Finding, Objective, Party
-from tailscope.render.units import amount, seconds
 from tailscope.safe import printable
+from tailscope.units import amount, clock, seconds
 
 #: Parts of an excess smaller than this are not worth a place in a line.
 SMALLEST_PART = 0.03
@@ -163,12 +163,9 @@ def about(finding: Finding) -> str:
 def when(finding: Finding) -> str | None:
     if not finding.window_ns:
         return None
-    first, last = (at(ns) for ns in finding.window_ns)
-    short = finding.window_ns[1] - finding.window_ns[0] < SHORT_NS
-    told = [
-        t.isoformat(timespec="milliseconds" if short else "seconds")[11:].split("+")[0] for t in (first, last)
-    ]
-    return f"{told[0]} to {told[1]} UTC"
+    first, last = finding.window_ns
+    short = last - first < SHORT_NS
+    return f"{clock(first, short)} to {clock(last, short)} UTC"
 
 
 def rows(finding: Finding) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -11,7 +11,6 @@ from tailscope.align import Scope
 from tailscope.config import Config
 from tailscope.engine import diagnose
 from tailscope.model import Diagnosis
-from tailscope.render.units import seconds
 from tailscope.report import (
     experts,
     findings,
@@ -28,6 +27,7 @@ from tailscope.report.columns import shown_name
 from tailscope.report.html import Html
 from tailscope.report.page import assemble
 from tailscope.store import Trace
+from tailscope.units import seconds
 
 T = TypeVar("T")
 

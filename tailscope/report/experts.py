@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tailscope.ranks.experts import MOST_TOKENS
-from tailscope.render.units import amount, seconds
 from tailscope.report.columns import few_digits, shown_name
 from tailscope.report.html import Html, table
 from tailscope.report.parts import behind, chart, choice, lacking, section
 from tailscope.store import Trace
+from tailscope.units import amount, seconds
 
 MOST_GRIDS, MOST_LAYERS, MOST_PLACES = 12, 160, 512
 

@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 from tailscope.model import Diagnosis, Finding
 from tailscope.render import words
-from tailscope.render.units import seconds
 from tailscope.report.html import Child, Html, el, table
 from tailscope.report.parts import section
 from tailscope.report.spoken_of import SpokenOf
+from tailscope.units import seconds
 
 #: A mark beside each word, so that colour is never all that tells them apart.
 SEVERITY_MARK = {"high": "▲", "medium": "◆", "low": "●"}
@@ -96,36 +96,16 @@ def _finding(
         if same
         else None,
     )
-    facts: list[tuple[str, Child]] = [
-        ("cause", words.party(finding.culprit)),
-        ("waiting", "; ".join(words.party(victim) for victim in finding.victims)),
-        ("when", words.when(finding)),
-        ("evidence", _list([e.text for e in finding.evidence])),
-        ("against", _list([e.text for e in finding.counter_evidence])),
-        (
-            "change",
-            el(
-                "ol",
-                [
-                    el(
-                        "li",
-                        f"{r.do}: ",
-                        el("code", r.flag),
-                        f" ({r.versions}). ",
-                        el("span", f"Cost: {r.cost}", cls="cost"),
-                    )
-                    for r in finding.remedies
-                ],
-            )
-            if finding.remedies
-            else None,
-        ),
-        ("confirm", _list(list(finding.confirm_by))),
-    ]
+    facts: dict[str, Child] = {
+        label: texts[0] if label in ("cause", "waiting", "when") else _list(texts)
+        for label, texts in words.rows(finding)
+    }
+    if finding.remedies:
+        facts["change"] = _remedies(finding)
     return el(
         "details",
         head,
-        el("dl", [[el("dt", name), el("dd", value)] for name, value in facts if value], cls="facts"),
+        el("dl", [[el("dt", name), el("dd", value)] for name, value in facts.items() if value], cls="facts"),
         _requests(spoken),
         _steps(spoken),
         _links(number, finding, spoken, there),
@@ -142,8 +122,25 @@ def _share(finding: Finding) -> Child:
     return el("span", el("span", style=width), cls="share", aria_hidden="true")
 
 
-def _list(texts: Sequence[str]) -> Child:
-    return el("ul", [el("li", text) for text in texts]) if texts else None
+def _list(texts: Sequence[str]) -> Html:
+    return el("ul", [el("li", text) for text in texts])
+
+
+def _remedies(finding: Finding) -> Html:
+    """As `words.rows` has them, with the flags to copy."""
+    return el(
+        "ol",
+        [
+            el(
+                "li",
+                f"{r.do}: ",
+                el("code", r.flag),
+                f" ({r.versions}). ",
+                el("span", f"Cost: {r.cost}", cls="cost"),
+            )
+            for r in finding.remedies
+        ],
+    )
 
 
 def _requests(spoken: SpokenOf) -> Child:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tailscope import stats
 from tailscope.align import Scope
-from tailscope.classes import BIN_REQUESTS, WIDTHS_S
+from tailscope.classes import bin_width
 from tailscope.report.columns import Columns, columns, few_digits, numbered, short
 from tailscope.store import Trace
 
@@ -86,7 +86,7 @@ def gather(trace: Trace, scope: Scope, order: Sequence[str]) -> Latency:
         return latency
     latency.first_ns, latency.last_ns = about["first_ns"], about["end_ns"]
     span_s = max((about["last_ns"] - about["first_ns"]) / 1e9, 1e-3)
-    latency.bin_s = _width(span_s, latency.n)
+    latency.bin_s = bin_width(span_s, latency.n, MOST_BINS)
     present = [r["klass"] for r in trace.rows("SELECT klass FROM report_pool GROUP BY klass ORDER BY klass")]
     latency.classes = [k for k in order if k in present] + [k for k in present if k not in order]
     latency.curves = _curves(trace)
@@ -102,11 +102,6 @@ SELECT rid, klass, tenant, instance, arrival_ns, ttft_ns, e2e_ns, queue_ns, prom
        CASE WHEN ttft_ns >= 0 AND e2e_ns >= ttft_ns AND output_tokens > 1 THEN (e2e_ns - ttft_ns) / (output_tokens - 1) END AS tpot_ns
 FROM joined WHERE {_SHOWN} AND list_contains($classes::VARCHAR[], klass)
 """
-
-
-def _width(span_s: float, n: int) -> float:
-    least = max(span_s / MOST_BINS, span_s * BIN_REQUESTS / n)
-    return next((width for width in WIDTHS_S if width >= least), WIDTHS_S[-1] * -(-least // WIDTHS_S[-1]))
 
 
 def _shares(n: int) -> list[float]:

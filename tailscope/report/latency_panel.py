@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from tailscope.model import Diagnosis
-from tailscope.render.units import amount, seconds
 from tailscope.report import tables
 from tailscope.report.columns import shown_name
 from tailscope.report.html import Child, Html, el, table
 from tailscope.report.latency import METRICS, OVER_TIME, Latency, name_of
-from tailscope.report.parts import behind, chart, choice, clock, lacking, listed, section
+from tailscope.report.parts import behind, chart, choice, lacking, listed, section
+from tailscope.units import amount, clock, seconds
 
 #: Quantiles in the table behind the distributions.
 TOLD = (0.5, 0.9, 0.95, 0.99, 0.999)

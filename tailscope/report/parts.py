@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tailscope.render import words
 from tailscope.report.html import Child, Html, el
 
 
@@ -65,11 +64,6 @@ def choice(name: str, label: str, options: list[tuple[str, str]], chosen: str = 
 def lacking(*sentences: str) -> Html:
     """In place of a panel whose data the trace does not have: what it is and how to add it."""
     return el("p", el("strong", "Not in this trace. "), " ".join(sentences), cls="lacking")
-
-
-def clock(ns: int, short: bool = False) -> str:
-    moment = words.at(ns)
-    return moment.isoformat(timespec="milliseconds" if short else "seconds")[11:].split("+")[0]
 
 
 def listed(names: list[str], most: int = 4) -> str:

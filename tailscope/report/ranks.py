@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tailscope.render.units import seconds
 from tailscope.report.columns import Columns, columns, few_digits, shown_name
 from tailscope.report.html import Html, el, table
-from tailscope.report.parts import behind, chart, choice, clock, lacking, section
+from tailscope.report.parts import behind, chart, choice, lacking, section
 from tailscope.store import Trace
+from tailscope.units import clock, seconds
 
 #: Windows of profiles on the page, the longest; ranks of each; columns of steps; layers.
 MOST_WINDOWS, MOST_RANKS, MOST_STEPS, MOST_LAYERS = 6, 128, 200, 160

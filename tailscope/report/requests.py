@@ -8,13 +8,13 @@ from typing import Any
 
 from tailscope.align import Scope
 from tailscope.ledger.lines import COMPONENTS
-from tailscope.render.units import seconds
 from tailscope.report.columns import Columns, columns, few_digits, shown_name
 from tailscope.report.html import Html, el, table
 from tailscope.report.latency import Latency
 from tailscope.report.latency_panel import without_latency
-from tailscope.report.parts import behind, chart, choice, clock, lacking, section
+from tailscope.report.parts import behind, chart, choice, lacking, section
 from tailscope.store import Trace
+from tailscope.units import clock, seconds
 
 #: Requests that are followed; the slowest of a class by TTFT and by E2E, in so many classes.
 MOST, A_CLASS, MOST_CLASSES = 60, 3, 10

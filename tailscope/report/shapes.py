@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tailscope.model import Diagnosis
-from tailscope.render.units import seconds
 from tailscope.report.columns import few_digits
 from tailscope.report.html import Html, table
 from tailscope.report.parts import behind, chart, choice, lacking, section
+from tailscope.units import seconds
 
 #: Cells in the table behind the map, those with most requests.
 MOST_ROWS = 40

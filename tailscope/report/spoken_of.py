@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tailscope.model import Diagnosis, Finding
-from tailscope.report.parts import clock
 from tailscope.store import Trace
+from tailscope.units import clock
 
 #: Requests and steps named under a finding.
 MOST = 5

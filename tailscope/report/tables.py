@@ -8,11 +8,11 @@ from typing import Any
 from tailscope.ledger.lines import COMPONENTS
 from tailscope.model import ClassRow, Diagnosis
 from tailscope.render import text_classes, words
-from tailscope.render.units import seconds
 from tailscope.report.columns import shown_name
 from tailscope.report.html import Child, Html, el, table
 from tailscope.report.parts import behind, section
 from tailscope.safe import printable
+from tailscope.units import seconds
 
 #: Of a bar, parts below this share of it have no name of their own.
 NAMED_SHARE = 0.02
