@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tailscope import mapping
+from tailscope.align import Scope
+from tailscope.compare.read import read
 from tailscope.config import Config, parse
 from tailscope.engine import diagnose
 from tailscope.ingest import ingest
@@ -99,3 +103,49 @@ def test_queue_and_prefill_make_a_ttft(log: Path, tmp_path: Path) -> None:
     found = diagnosed(log, tmp_path, f"{BOTH} e2e queue prefill")
     [row] = [row for row in found.classes if (row.klass, row.metric) == ("<512", "TTFT")]
     assert row.p50_s == pytest.approx(0.0282, abs=1e-4)
+
+
+def blanked(log: Path, folder: Path, column_of: Mapping[int, str]) -> Path:
+    """The log without a column in each third row, each third but one, each third but two."""
+    place = folder / "blanked.csv"
+    with log.open() as file:
+        rows = list(csv.DictReader(file))
+    for number, row in enumerate(rows):
+        if number % 3 in column_of:
+            row[column_of[number % 3]] = ""
+    with place.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return place
+
+
+def test_a_comparison_counts_whom_a_diagnosis_counts(log: Path, tmp_path: Path) -> None:
+    """Where most of a class have both, those with one of them are none of it."""
+    some = blanked(log, tmp_path, {0: "firstTokenMs"})
+    found = diagnosed(some, tmp_path, f"{BOTH} ttft e2e")
+    with Trace(tmp_path / "t.parquet") as trace:
+        side = read(trace, Config(), Scope())
+    counted = {(r.klass, r.metric): r.n for r in found.classes if r.metric in ("TTFT", "E2E")}
+    assert counted == {
+        (klass, metric): int(np.isfinite(side.requests.metric(metric)[side.requests.klass == klass]).sum())
+        for klass, metric in counted
+    }
+    assert sum(counted.values()) < 2 * 938 * 0.7
+
+
+@pytest.mark.parametrize(("rarer", "metric"), [("firstTokenMs", "E2E"), ("totalMs", "TTFT")])
+def test_coupling_is_of_one_metric(log: Path, tmp_path: Path, rarer: str, metric: str) -> None:
+    """Of a class of which some have a TTFT alone, and some an E2E alone, the more are held against each other."""
+    commoner = {"firstTokenMs": "totalMs", "totalMs": "firstTokenMs"}[rarer]
+    diagnosed(
+        blanked(log, tmp_path, {0: rarer, 1: rarer, 2: commoner}), tmp_path, f"{BOTH} ttft e2e"
+    )
+    with Trace(tmp_path / "t.parquet") as trace:
+        diagnose(trace, Config())
+        [row] = trace.rows("SELECT * FROM coupling WHERE victim = '<512' AND culprit = '<32k'")
+        [counts] = trace.rows(
+            "SELECT count(*) FILTER (WHERE ttft_ns IS NOT NULL) AS \"TTFT\", count(*) FILTER (WHERE e2e_ns IS NOT NULL) AS \"E2E\" "
+            "FROM joined WHERE klass = '<512'"
+        )
+    assert row["n"] == counts[metric] == max(counts.values()) < sum(counts.values())

@@ -15,7 +15,7 @@ from tailscope.classes import met_by_request, objectives_of
 from tailscope.compare.blocks import SLICES, Key, Values
 from tailscope.config import Config
 from tailscope.engine import diagnose
-from tailscope.ledger.half_timed import known
+from tailscope.ledger.half_timed import KNOWN, known
 from tailscope.ledger.histogram import CONCEPTS, quantile_ranges
 from tailscope.load_shape import Loop, loop_of
 from tailscope.model import Diagnosis
@@ -33,7 +33,8 @@ FAILURES = ("error", "timeout", "rejected", "aborted")
 
 @dataclass(frozen=True)
 class Requests:
-    """Requests of a trace by arrival, arrays of one length; unknown is NaN. `counts`: how many each stands for."""
+    """Requests of a trace by arrival, arrays of one length; unknown is NaN. `counts`: how many each stands for; `timed`: whether
+    its latencies are among those of its class, as in a diagnosis."""
 
     rid: Ints
     arrival_ns: Ints
@@ -41,6 +42,7 @@ class Requests:
     tenant: NDArray[np.str_]
     status: NDArray[np.str_]
     billed: NDArray[np.bool_]
+    timed: NDArray[np.bool_]
     queue_s: Floats
     ttft_s: Floats
     e2e_s: Floats
@@ -53,7 +55,7 @@ class Requests:
         return len(self.rid)
 
     def metric(self, name: str) -> Floats:
-        """Seconds of each, NaN where it has none. A request with one of TTFT and E2E has that."""
+        """Seconds of each, NaN where it has none."""
         if name == "queue":
             values = self.queue_s
         elif name == "TTFT":
@@ -65,9 +67,7 @@ class Requests:
             values = np.where(
                 decodes, (self.e2e_s - self.ttft_s) / np.where(decodes, self.output - 1, 1), np.nan
             )
-        both = (self.ttft_s >= 0) & (self.e2e_s >= self.ttft_s)
-        one = np.isnan(self.ttft_s) != np.isnan(self.e2e_s)
-        return np.where(self.billed & (both | one) & (values >= 0), values, np.nan)
+        return np.where(self.timed & (values >= 0), values, np.nan)
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ WHERE c.coupled IS NOT NULL ORDER BY blamed_s DESC
 def _requests(trace: Trace) -> Requests:
     columns = trace.connection.execute(
         "SELECT rid, arrival_ns, klass, "
-        "coalesce(tenant, '') AS tenant, coalesce(status, 'ok') AS status, billed, (queue_ns / 1e9)::DOUBLE AS queue_s, "
+        f"coalesce(tenant, '') AS tenant, coalesce(status, 'ok') AS status, billed, {KNOWN} AS timed, (queue_ns / 1e9)::DOUBLE AS queue_s, "
         "(ttft_ns / 1e9)::DOUBLE AS ttft_s, (e2e_ns / 1e9)::DOUBLE AS e2e_s, prompt_tokens::DOUBLE AS prompt, "
         "cached_tokens::DOUBLE AS cached, output_tokens::DOUBLE AS output, stride::DOUBLE AS counts "
         "FROM thinned ORDER BY arrival_ns, rid"
@@ -197,7 +197,7 @@ def _requests(trace: Trace) -> Requests:
             arrays[name] = np.asarray(values).astype(str)
         elif name in ("rid", "arrival_ns"):
             arrays[name] = np.asarray(values, np.int64)
-        elif name == "billed":
+        elif name in ("billed", "timed"):
             arrays[name] = np.asarray(values, bool)
         else:
             arrays[name] = floats(values)

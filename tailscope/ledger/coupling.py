@@ -10,7 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from tailscope import stats
-from tailscope.ledger.half_timed import KNOWN
+from tailscope.ledger.half_timed import COLUMNS, KNOWN, known
 from tailscope.ledger.tails import MIN_REQUESTS
 from tailscope.stats import Floats, Ints
 from tailscope.store import Trace, schema_of_rows
@@ -27,7 +27,7 @@ MIN_SIZE_RATIO = 2.0
 
 @dataclass(frozen=True)
 class Coupling:
-    """One victim class against one culprit class, by TTFT, or by E2E where the class has no TTFT.
+    """One victim class against one culprit class, by TTFT, or by E2E where few of the class have a TTFT.
 
     coupled/uncoupled: requests with and without the culprit's prefill in their steps before the first token
     (None without iterations). exposed: a culprit's prefill within a fixed window after arrival.
@@ -74,24 +74,30 @@ def write_coupling(trace: Trace) -> None:
 
 def _test(trace: Trace, victim: dict[str, Any], culprit: dict[str, Any]) -> Coupling:
     con = trace.connection
+    of = {"klass": victim["klass"]}
+    [told] = trace.rows(
+        f"SELECT count(*) FILTER (WHERE {known('TTFT')}) AS ttft, count(*) AS n FROM joined WHERE klass = $klass AND {KNOWN}",
+        of,
+    )
+    # One metric for all of them: those of which only the other is known cannot be held against these.
+    metric = "TTFT" if 2 * told["ttft"] >= told["n"] else "E2E"
+    latency, beyond_ttft = f"j.{COLUMNS[metric]}", "0" if metric == "TTFT" else "coalesce(j.output_tokens, 0)"
     requests = con.execute(
-        """
+        f"""
         WITH met AS (
             SELECT id, sum(ns) AS ns FROM bill_lines
             WHERE place <> 'decode' AND culprit = $culprit
               AND component IN ('others_prefill_before', 'others_prefill_in_prefill', 'queue_budget')
             GROUP BY id
         )
-        SELECT j.instance, j.arrival_ns, coalesce(j.ttft_ns, j.e2e_ns) / 1e9 AS ttft_s, coalesce(met.ns, 0) >= $least AS coupled,
-               j.arrival_ns + coalesce(j.ttft_ns, j.e2e_ns) AS first_token_ns, j.arrival_ns + coalesce(j.e2e_ns, j.ttft_ns) AS end_ns,
+        SELECT j.instance, j.arrival_ns, {latency} / 1e9 AS ttft_s, coalesce(met.ns, 0) >= $least AS coupled,
+               j.arrival_ns + {latency} AS first_token_ns, j.arrival_ns + coalesce(j.e2e_ns, j.ttft_ns) AS end_ns,
                coalesce(j.prompt_tokens - coalesce(j.cached_tokens, 0), 0)::DOUBLE AS tokens,
-               j.ttft_ns IS NOT NULL AND j.e2e_ns IS NOT NULL AS timed, CASE WHEN j.ttft_ns IS NULL THEN coalesce(j.output_tokens, 0) ELSE 0 END::DOUBLE AS output
+               j.ttft_ns IS NOT NULL AND j.e2e_ns IS NOT NULL AS timed, ({beyond_ttft})::DOUBLE AS output
         FROM joined j LEFT JOIN met ON met.id = j.rid
-        WHERE j.klass = $victim AND """
-        + KNOWN
-        + """ ORDER BY j.instance, j.arrival_ns
+        WHERE j.klass = $klass AND {known(metric)} ORDER BY j.instance, j.arrival_ns
         """,
-        {"victim": victim["klass"], "culprit": culprit["klass"], "least": COUPLED_NS},
+        {**of, "culprit": culprit["klass"], "least": COUPLED_NS},
     ).fetchnumpy()
     times, ttft = np.asarray(requests["arrival_ns"], np.int64), np.asarray(requests["ttft_s"], np.float64)
     instance, coupled = np.asarray(requests["instance"]).astype(str), np.asarray(requests["coupled"], bool)
@@ -100,8 +106,8 @@ def _test(trace: Trace, victim: dict[str, Any], culprit: dict[str, Any]) -> Coup
     windows = _prefill_windows(trace, culprit["klass"])
     ends, tokens = np.asarray(requests["end_ns"], np.int64), np.asarray(requests["tokens"], np.float64)
     output = np.asarray(requests["output"], np.float64)
-    known = output if output.any() else None
-    own, control = _pooled_test(Victims(times, ttft, ends, tokens, known), instance, windows)
+    answers = output if output.any() else None
+    own, control = _pooled_test(Victims(times, ttft, ends, tokens, answers), instance, windows)
     return Coupling(
         victim=victim["klass"],
         culprit=culprit["klass"],
