@@ -14,16 +14,15 @@ from tailscope.classes import class_tables
 from tailscope.config import Config
 from tailscope.errors import UsageError
 from tailscope.ledger import half_timed
-from tailscope.ledger.bills import Ledger, write_bills
+from tailscope.ledger.bills import Ledger
 from tailscope.ledger.class_work import write_class_work
-from tailscope.ledger.contrast import write_contrast
+from tailscope.ledger.contrast import write_ledger
 from tailscope.ledger.coupling import write_coupling
 from tailscope.ledger.doses import write_doses
 from tailscope.ledger.hidden import write_hidden
 from tailscope.ledger.histogram import ALL, histogram_rows
 from tailscope.ledger.holders import write_holders
 from tailscope.ledger.kv import write_kv
-from tailscope.ledger.left_out import write_left_out
 from tailscope.ledger.long_steps import write_long_steps
 from tailscope.ledger.prompt_cache import write_cache_losses
 from tailscope.ledger.replicas import write_replicas
@@ -78,10 +77,8 @@ def prepare(trace: Trace, config: Config, scope: Scope) -> tuple[Ledger, list[Cl
     write_ranks(trace, scope)
     write_expert_loads(trace, scope)
     limits = _limits(trace)
-    ledger = write_bills(trace, limits)
-    classes = write_contrast(trace, ledger, config.slos, scope.klass)
+    ledger, classes = write_ledger(trace, limits, config.slos, scope.klass)
     write_holders(trace, ledger)
-    write_left_out(trace, ledger)
     write_cache_losses(trace, ledger)
     write_step_costs(trace, ledger, limits)
     write_long_steps(trace)

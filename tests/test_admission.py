@@ -170,6 +170,31 @@ def test_a_schedule_says_it_exactly(tmp_path: Path) -> None:
     assert sum(row["missed"] for row in rows) == lengths[lengths >= MIN_STEPS].sum()
 
 
+@pytest.mark.parametrize("schedule", [True, False])
+def test_gaps_of_who_is_left_out_are_no_decode(schedule: bool, tmp_path: Path) -> None:
+    made = played(faults=(LEFT_OUT,), telemetry=Telemetry(client=True, schedule=schedule))
+    with prepared(made, tmp_path) as trace:
+        said = {
+            row["component"]: row["s"]
+            for row in trace.rows(
+                "SELECT component, sum(ns) / 1e9 AS s FROM gap_lines SEMI JOIN left_out_gaps USING (id) GROUP BY ALL"
+            )
+        }
+        [out] = trace.rows("SELECT sum(ns) / 1e9 AS s FROM left_out WHERE place = 'decode'")
+        [gaps] = trace.rows(
+            "SELECT sum(end_ns - start_ns) / 1e9 AS s FROM gaps SEMI JOIN left_out_gaps USING (id)"
+        )
+        [itl] = trace.rows("SELECT excess_s FROM excess WHERE metric = 'ITL' ORDER BY excess_s DESC LIMIT 1")
+    assert (
+        said["starved"]
+        == pytest.approx(out["s"], rel=0.01)
+        == pytest.approx(bills(made).component("starved").sum(), rel=0.25)
+    )
+    assert said["decode"] < 0.1 * said["starved"]
+    assert sum(said.values()) <= gaps["s"] * 1.001
+    assert itl["excess_s"] > 0.02
+
+
 def test_what_the_cache_lost_is_not_found() -> None:
     agents = replace(CHAT, name="agents", rate=10.0, prompt_tokens=Sizes(2_000, 0.0), prefix_tokens=1_920)
     lost = Fault("cache-loss", "cleared", from_s=5.0, every_s=10.0, length_s=2.0)

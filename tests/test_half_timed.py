@@ -138,14 +138,12 @@ def test_a_comparison_counts_whom_a_diagnosis_counts(log: Path, tmp_path: Path) 
 def test_coupling_is_of_one_metric(log: Path, tmp_path: Path, rarer: str, metric: str) -> None:
     """Of a class of which some have a TTFT alone, and some an E2E alone, the more are held against each other."""
     commoner = {"firstTokenMs": "totalMs", "totalMs": "firstTokenMs"}[rarer]
-    diagnosed(
-        blanked(log, tmp_path, {0: rarer, 1: rarer, 2: commoner}), tmp_path, f"{BOTH} ttft e2e"
-    )
+    diagnosed(blanked(log, tmp_path, {0: rarer, 1: rarer, 2: commoner}), tmp_path, f"{BOTH} ttft e2e")
     with Trace(tmp_path / "t.parquet") as trace:
         diagnose(trace, Config())
         [row] = trace.rows("SELECT * FROM coupling WHERE victim = '<512' AND culprit = '<32k'")
         [counts] = trace.rows(
-            "SELECT count(*) FILTER (WHERE ttft_ns IS NOT NULL) AS \"TTFT\", count(*) FILTER (WHERE e2e_ns IS NOT NULL) AS \"E2E\" "
+            'SELECT count(*) FILTER (WHERE ttft_ns IS NOT NULL) AS "TTFT", count(*) FILTER (WHERE e2e_ns IS NOT NULL) AS "E2E" '
             "FROM joined WHERE klass = '<512'"
         )
     assert row["n"] == counts[metric] == max(counts.values()) < sum(counts.values())

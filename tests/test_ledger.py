@@ -39,8 +39,7 @@ from worlds import (
 from tailscope.config import Config
 from tailscope.engine import diagnose
 from tailscope.ingest import ingest
-from tailscope.ledger.bills import write_bills
-from tailscope.ledger.contrast import write_contrast
+from tailscope.ledger.contrast import write_ledger
 from tailscope.ledger.cost import MIN_FIT_STEPS, fit
 from tailscope.ledger.coupling import write_coupling
 from tailscope.ledger.engine_time import FOLLOWED
@@ -895,8 +894,7 @@ def test_four_times_the_requests_take_nothing_like_sixteen_times_the_time(
         ]
         with aligned(tmp_path / str(n), {"requests": requests, "iterations": steps}) as trace:
             began = time.process_time()
-            ledger = write_bills(trace, {})
-            write_contrast(trace, ledger, (), None)
+            write_ledger(trace, {}, (), None)
             write_coupling(trace)
             return time.process_time() - began
 

@@ -15,8 +15,7 @@ from worlds import START_NS, Row, aligned
 from tailscope.config import Config
 from tailscope.engine import diagnose
 from tailscope.ingest import ingest
-from tailscope.ledger.bills import write_bills
-from tailscope.ledger.contrast import write_contrast
+from tailscope.ledger.contrast import write_ledger
 from tailscope.ledger.step_costs import write_member_sums, write_step_costs
 from tailscope.source import Options
 from tailscope.store import Trace
@@ -111,8 +110,7 @@ def test_engines_without_requests_have_their_steps_too(tmp_path: Path) -> None:
         for i in range(60)
     ]  # fmt: skip
     with aligned(tmp_path, {"iterations": rows}) as trace:
-        ledger = write_bills(trace, {})
-        write_contrast(trace, ledger, (), None)
+        ledger, _ = write_ledger(trace, {}, (), None)
         write_step_costs(trace, ledger, {})
         (row,) = trace.rows(
             "SELECT count(*) AS n, bool_and(usable) AS usable, sum(tile_s) AS s FROM step_costs"
@@ -143,8 +141,7 @@ def test_sums_over_time_give_what_pairs_of_steps_and_stays_give(seed: int, tmp_p
                       "engine": engine, "start_ns": start_ns, "end_ns": start_ns + int(rng.integers(1, 400)) ** 2 * 10_000,
                       "weight": float(rng.normal())})  # fmt: skip
     with aligned(tmp_path, {"iterations": []}) as trace:
-        ledger = write_bills(trace, {})
-        write_contrast(trace, ledger, (), None)
+        ledger, _ = write_ledger(trace, {}, (), None)
         write_step_costs(trace, ledger, {})
         trace.insert("step_costs", pa.Table.from_pylist(steps))
         trace.insert("member_spans", pa.Table.from_pylist(stays))

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 
 from tailscope.align import Scope, align
 from tailscope.config import Config
-from tailscope.ledger.bills import Ledger, write_bills
-from tailscope.ledger.contrast import write_contrast
+from tailscope.ledger.bills import Ledger
+from tailscope.ledger.contrast import write_ledger
 from tailscope.ledger.steps import Limits
 from tailscope.model import ClassRow
 from tailscope.ranks.compared import write_ranks
@@ -96,8 +96,8 @@ def billed(
     """Aligned, billed and contrasted."""
     config = config or Config()
     with aligned(folder, tables, config, parts=parts) as trace:
-        ledger = write_bills(trace, {name: Limits(tokens) for name, tokens in (budgets or {}).items()})
-        yield Billed(trace, ledger, write_contrast(trace, ledger, config.slos, None))
+        limits = {name: Limits(tokens) for name, tokens in (budgets or {}).items()}
+        yield Billed(trace, *write_ledger(trace, limits, config.slos, None))
 
 
 # -- rows ----------------------------------------------------------------------------------------

@@ -371,22 +371,26 @@ def _told_handoff(r: Requests) -> Floats:
 
 
 def write_gap_bills(trace: Trace, ledger: Ledger, gaps: pa.Table) -> None:
-    """Fill `gap_lines` for token gaps: columns id, instance, engine, start_ns, end_ns (engine's clock), preempted."""
+    """Fill `gap_lines` for token gaps: columns id, instance, engine, start_ns, end_ns (engine's clock), preempted. After
+    `write_left_out`, which knows in which of them a request ran without tokens."""
     con = trace.connection
     con.register("asked_gaps", gaps)
+    con.execute(_STARVED_GAPS)
     for instance, engine in con.execute(
         "SELECT DISTINCT instance, engine FROM asked_gaps ORDER BY ALL"
     ).fetchall():
         g = con.execute(
-            "SELECT id, start_ns, end_ns, preempted FROM asked_gaps "
+            "SELECT id, start_ns, end_ns, preempted, coalesce(o.ns, 0) AS starved_ns FROM asked_gaps LEFT JOIN starved_gaps o USING (id) "
             "WHERE instance = $instance AND engine IS NOT DISTINCT FROM $engine ORDER BY id",
             {"instance": instance, "engine": engine},
         ).fetchnumpy()
-        start_ns, end_ns = np.asarray(g["start_ns"], np.int64), np.asarray(g["end_ns"], np.int64)
+        start_ns, end_ns, starved_ns = (
+            np.asarray(g[name], np.int64) for name in ("start_ns", "end_ns", "starved_ns")
+        )
         preempted = np.asarray(g["preempted"], bool)
         known = ledger.times.get((instance, engine))
         times = [known] if known else [time for (name, _), time in ledger.times.items() if name == instance]
-        bills = [[_gap_booking(time, start_ns, end_ns, preempted)] for time in times]
+        bills = [[_gap_booking(time, start_ns, end_ns, preempted, starved_ns / 1e9)] for time in times]
         nothing = [Booking("decode", end_ns - start_ns, {}, "decode_phase")]
         Lines(trace, "gap_lines", np.asarray(g["id"], np.int64), ledger.culprits).book(
             mean_of(bills) if bills else nothing
@@ -394,7 +398,18 @@ def write_gap_bills(trace: Trace, ledger: Ledger, gaps: pa.Table) -> None:
     con.unregister("asked_gaps")
 
 
-def _gap_booking(time: EngineTime, start_ns: Ints, end_ns: Ints, preempted: NDArray[np.bool_]) -> Booking:
+#: Where nobody told of preemptions, who was given no tokens may have been preempted.
+_STARVED_GAPS = """
+CREATE OR REPLACE TEMP VIEW starved_gaps AS
+SELECT g.id, g.ns FROM left_out_gaps g JOIN left_out o ON o.id = g.rid AND o.place = 'decode' AND o.basis <> 'unsure'
+"""
+
+
+def _gap_booking(
+    time: EngineTime, start_ns: Ints, end_ns: Ints, preempted: NDArray[np.bool_], starved_s: Floats
+) -> Booking:
+    """The bill of token gaps. `starved_s`: how long the request ran in each without a token; what its engine did meanwhile is
+    none of its decode."""
     start, end = Place(time.steps, start_ns), Place(time.steps, end_ns)
     stalled = preempted & (time.between(time.count, start, end) >= MIN_STALL_STEPS)
     resumed_ns = np.maximum(start_ns, resumption_ns(time, end))
@@ -402,12 +417,19 @@ def _gap_booking(time: EngineTime, start_ns: Ints, end_ns: Ints, preempted: NDAr
     # Of a stalled gap only the step that ends it is decode.
     decode_from = Place(time.steps, np.where(stalled, resumed_ns, start_ns))
     stall = np.where(stalled, time.between(time.busy, start, resumed), 0.0)
-    parts: Parts = {
+    busy = time.between(time.busy, decode_from, end)
+    starved = np.where(stalled, 0.0, np.minimum(starved_s, busy))
+    served = 1 - starved / np.maximum(busy, 1e-12)
+    working: Parts = {
         ("decode", None): time.between(time.base, decode_from, end),
         **_lost(time, decode_from, end),
         **_others_prefill("others_prefill_in_decode", time, decode_from, end),
         ("host_gap", None): time.between(time.host_gap, decode_from, end)
         + time.host_between(start_ns, end_ns),
+    }
+    parts: Parts = {
+        **{key: seconds * served for key, seconds in working.items()},
+        ("starved", None): starved,
         **by_holder("preempted", stall, [time.between(held, start, resumed) for held in time.held_by]),
     }
     bounds = time.prefill_bounds(decode_from, end)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from tailscope.config import Slo
-from tailscope.ledger.bills import Ledger
+from tailscope.ledger.bills import Ledger, write_bills
 from tailscope.ledger.half_timed import KNOWN, TIMED, half_compared, known
 from tailscope.ledger.histogram import ALL
+from tailscope.ledger.left_out import write_left_out
 from tailscope.ledger.lines import MODELLED
+from tailscope.ledger.steps import Limits
 from tailscope.ledger.tails import (
     MAX_VALUES,
     add_members,
@@ -20,14 +23,25 @@ from tailscope.ledger.tails import (
     parts_of_excess,
     per_token,
 )
-from tailscope.ledger.token_gaps import write_token_gaps
+from tailscope.ledger.token_gaps import write_gaps, write_token_gaps
 from tailscope.model import ClassRow
 from tailscope.store import Trace
 
 METRICS = ("TTFT", "TPOT", "E2E", "ITL", "queue")
 
 
-def write_contrast(trace: Trace, ledger: Ledger, slos: tuple[Slo, ...], klass: str | None) -> list[ClassRow]:
+def write_ledger(
+    trace: Trace, limits: Mapping[str, Limits], slos: tuple[Slo, ...], klass: str | None
+) -> tuple[Ledger, list[ClassRow]]:
+    """Bill all requests, tell who of them ran without tokens, and hold each class's tail against what is typical of it, token
+    gaps too. `limits`: of each instance's scheduler, where they are known."""
+    ledger = write_bills(trace, limits)
+    write_gaps(trace, klass)
+    write_left_out(trace, ledger)
+    return ledger, _contrasted(trace, ledger, slos, klass)
+
+
+def _contrasted(trace: Trace, ledger: Ledger, slos: tuple[Slo, ...], klass: str | None) -> list[ClassRow]:
     """Fill `excess` and return the classes' rows.
 
     `excess`: klass, metric, component, culprit, tail_s, excess_s; the excess of a class and metric
@@ -46,7 +60,7 @@ def write_contrast(trace: Trace, ledger: Ledger, slos: tuple[Slo, ...], klass: s
     )
     for row in wanted:
         rows += _request_metrics(trace, row["klass"], slos)
-    rows += write_token_gaps(trace, ledger, slos, klass)
+    rows += write_token_gaps(trace, ledger, slos)
     con.execute(_EXCESS)
     excess = parts_of_excess(trace, "excess")
     bounds = {

@@ -55,7 +55,7 @@ class Answers:
 
 
 def write_left_out(trace: Trace, ledger: Ledger) -> None:
-    """Fill `left_out`, `left_out_gaps` and `left_out_known`. After bills and contrast, which makes `gaps`.
+    """Fill `left_out`, `left_out_gaps` and `left_out_known`. After bills and `gaps`.
 
     left_out: id, place (prefill, decode), ns, `missed` (steps without a token), `full` (share of these steps that used up the token
     budget; NULL where they are not placed in time), basis (schedule; steps; unsure: preempted or left out), start and end.
@@ -66,6 +66,7 @@ def write_left_out(trace: Trace, ledger: Ledger) -> None:
     trace.create("left_out_gaps", GAPS.empty_table())
     con = trace.connection
     con.execute(_BY_SCHEDULE, {"least": MIN_STEPS})
+    con.execute(_GAPS_BY_SCHEDULE, {"least": MIN_STEPS})
     told = {row["instance"] for row in trace.rows(_TOLD)}
     judged = 0
     for (instance, engine), time in ledger.times.items():
@@ -88,6 +89,14 @@ SELECT r.rid AS id, CASE r.phase WHEN 'decode' THEN 'decode' ELSE 'prefill' END 
        min(f.start_ns) AS start_ns, max(l.end_ns) AS end_ns
 FROM scheduled r JOIN steps f ON f.k = r.k_first JOIN steps l ON l.k = r.k_last
 WHERE r.tokens = 0 AND r.rid IS NOT NULL AND r.k_last - r.k_first + 1 >= $least
+GROUP BY ALL
+"""
+_GAPS_BY_SCHEDULE = """
+INSERT INTO left_out_gaps BY NAME
+SELECT g.id, g.rid, sum(least(g.end_ns, l.end_ns) - greatest(g.start_ns, f.start_ns))::BIGINT AS ns
+FROM scheduled r JOIN steps f ON f.k = r.k_first JOIN steps l ON l.k = r.k_last
+JOIN gaps g ON g.rid = r.rid AND g.start_ns < l.end_ns AND g.end_ns > f.start_ns
+WHERE r.tokens = 0 AND r.rid IS NOT NULL AND r.phase = 'decode' AND r.k_last - r.k_first + 1 >= $least
 GROUP BY ALL
 """
 _TOLD = "SELECT DISTINCT f.instance FROM scheduled r JOIN steps f ON f.k = r.k_first"

@@ -19,16 +19,18 @@ TYPICAL_GAPS = 20_000
 TAIL_GAPS = 100_000
 
 
-def write_token_gaps(
-    trace: Trace, ledger: Ledger, slos: tuple[Slo, ...], klass: str | None
-) -> list[ClassRow]:
-    """ITL from chunk times: each gap between a request's chunks, billed on the engine's clock. Fills `gaps`, which is empty
-    where no chunk's time is known."""
-    con = trace.connection
+def write_gaps(trace: Trace, klass: str | None) -> None:
+    """Fill `gaps` from chunk times: each gap between a request's chunks, on the engine's clock; none where no chunk's time is
+    known."""
     streams, times, view = _GAPS
-    con.execute(streams, {"klass": klass})
-    con.execute(times)
-    con.execute(view)
+    trace.connection.execute(streams, {"klass": klass})
+    trace.connection.execute(times)
+    trace.connection.execute(view)
+
+
+def write_token_gaps(trace: Trace, ledger: Ledger, slos: tuple[Slo, ...]) -> list[ClassRow]:
+    """ITL of each class, and the bills of the gaps that its tail is compared by. After `write_gaps` and `write_left_out`."""
+    con = trace.connection
     rows: list[ClassRow] = []
     asked: list[pa.Table] = []
     for entry in trace.rows(
