@@ -28,10 +28,9 @@ TIMES = Threshold(
 )
 ALONE = Threshold(
     "alone",
-    0.01,
+    0.003,
     "",
-    "Against the largest of steps that have a long tail, for all engines. Of 1,000 worlds of which 2 to 10 steps in 1,000 have a "
-    "tail as x^-2 to x^-3 it calls 14 so; of 400 with more and longer ones none.",
+    "Against the largest of steps that have a long tail, for all engines.",
 )
 #: What may stand beside a pause -> who pauses.
 KNOWN = {

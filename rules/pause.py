@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from scipy import stats
 
 from tailscope import outliers
+from tailscope.felt import INSTANT_S
 from tailscope.model import (
     Alert,
     Decision,
@@ -42,6 +43,9 @@ def lane_decision(lane: Row, rows: Sequence[Row], limits: Mapping[str, float]) -
     chance = limits["alone"] / lane["lanes"]
     rounds, test = _pauses.those_apart(lane["tops"], aside, 1 + limits["times"], chance)
     apart = [row for row in left if row["round"] in rounds]
+    unnoticed_s = sum(row["beyond_s"] for row in apart)
+    if unnoticed_s < limits["noticed"]:
+        apart = []
     by_whom: dict[str, list[Row]] = {}
     for row in sorted([*named, *apart], key=lambda r: r["round"]):
         by_whom.setdefault(who_of(row), []).append(row)
@@ -50,6 +54,8 @@ def lane_decision(lane: Row, rows: Sequence[Row], limits: Mapping[str, float]) -
             return Decision(
                 "inconclusive", f"{steps}, and too few steps to tell a pause from what they are like"
             )
+        if unnoticed_s:
+            return Decision("clear", f"{steps}: {unnoticed_s:.2g} s that nobody notices")
         return Decision("clear", f"{steps}, none apart from the others (p = {test.p_value:.2g})")
     findings = []
     for who, stops in by_whom.items():
@@ -210,6 +216,12 @@ RULE = Rule(
             "chance", 0.001, "", "Against a beat, or new shapes, by chance: what these rules decide by."
         ),
         _pauses.ALONE,
+        Threshold(
+            "noticed",
+            INSTANT_S,
+            "s",
+            "All steps apart from the others beside which nothing stands: heavy steps of many engines are as long as what is less.",
+        ),
         Threshold("apart", 10, "steps", "What comes more often than that is a kind of batch, not a pause."),
         _tails.SHARE,
         _tails.SLOWDOWN,

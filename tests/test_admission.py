@@ -15,13 +15,14 @@ import pytest
 from tailscope.align import Scope
 from tailscope.config import Config
 from tailscope.engine import prepare
-from tailscope.ledger.prompt_cache import bad_blocks
+from tailscope.ledger.prompt_cache import BESIDE, as_ever, bad_blocks, whole
 from tailscope.ledger.unserved import MIN_STEPS
 from tailscope.sim.engine import simulate
 from tailscope.sim.outcome import Outcome
 from tailscope.sim.scenario import Engine, Fault, Load, Scenario, Sizes, Telemetry
 from tailscope.sim.truth import bills
 from tailscope.sim.written import tables, write_trace
+from tailscope.stats import Floats
 from tailscope.store import Trace
 
 CHAT = Load("chat", rate=40.0, prompt_tokens=Sizes(100, 0.3), output_tokens=Sizes(60, 0.4, 4, 300))
@@ -234,3 +235,37 @@ def test_a_cache_that_still_fills_has_lost_nothing() -> None:
         found[400:480] = False
         assert bad_blocks(found, block)[1].tolist() == [10 <= b < 12 for b in range(18)]
     assert called <= 2
+
+
+def test_others_come_on_top_of_those_that_are_found() -> None:
+    """A block in which by chance few come is no loss, where those beside it are found as often as ever; prompts that are no
+    longer found are one, however the load swings."""
+    came = lost = 0
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        rate = np.exp(rng.normal(0, 0.3, 60))
+
+        def judged(others: float, found: float, rng: np.random.Generator = rng, rate: Floats = rate) -> bool:
+            """From half of the time on: prompts that nothing begins as, as a share of the usual; and what of the usual is found."""
+            known = rng.poisson(24 * rate)
+            unknown = rng.poisson(np.where(np.arange(60) < 30, 0.0, others) * 24 * rate)
+            hits = rng.binomial(known, np.where(np.arange(60) < 30, 0.95, found))
+            share = hits / np.maximum(known + unknown, 1)
+            bad = (share < 0.7) & (np.arange(60) >= 30)
+            return not bad.any() or as_ever(
+                hits.astype(float), np.ones(60), whole(bad, share <= 0.95 - BESIDE)
+            )
+
+        came += judged(0.35, 0.95)
+        lost += judged(0.0, 0.5)
+    assert came >= 195
+    assert lost <= 5
+
+
+@pytest.mark.parametrize(
+    ("worse", "expected"),
+    [([], [4]), ([3, 5, 6, 8], [3, 4, 5, 6]), ([0, 1, 2, 3, 4, 5, 6, 7, 8, 9], list(range(10)))],
+)
+def test_an_episode_is_all_that_is_worse_around_its_worst(worse: list[int], expected: list[int]) -> None:
+    at = np.arange(10)
+    assert np.flatnonzero(whole(at == 4, np.isin(at, worse))).tolist() == expected

@@ -30,8 +30,9 @@ FOUND_SHARE, FOUND_QUANTILE = 0.5, 0.9
 GOOD_QUANTILE = 0.85
 #: A block is worse where chance makes one so bad this rarely, and the share fell by so much.
 CHANCE, FALL = 1e-4, 0.2
-#: From this share of their usual rate on those who find something come as ever, and others came on top of them.
-AS_EVER = 0.75
+#: From this share of their usual rate on those who find something come as ever, and others came on top of them. An episode is
+#: longer than its worst blocks, in which by chance few came: those beside them count where the share fell by half as much.
+AS_EVER, BESIDE = 0.75, FALL / 2
 #: With so much of the cache in use what is not in use is soon thrown out.
 PRESSED = 0.8
 #: Parts of an instance's time in which the tokens lost are told.
@@ -175,8 +176,11 @@ def _write_group(trace: Trace, ledger: Ledger, instance: str, tenant: str | None
     length = _lengths(g.arrival_ns, block)
     share_there = np.bincount(block, weights=found, minlength=count) / np.bincount(block, minlength=count)
     others_came = False
-    if in_bad.any():
-        others_came = _others_came(g, found, in_bad, length, bad)
+    if bad.any():
+        pressed = (_mean(g.kv[in_bad]) or 0.0) >= PRESSED
+        episode = whole(bad, share_there <= good_share - BESIDE)
+        # Where the cache is pressed then it may have lost what it had in spite of that.
+        others_came = not pressed and as_ever(share_there * np.bincount(block), length, episode)
     lost = np.zeros(n)
     if not others_came:
         # Of those who found nothing in a bad block some would not have in a good one either.
@@ -263,15 +267,19 @@ def _lengths(arrival_ns: Ints, block: Ints) -> Floats:
     return np.maximum(np.diff(np.append(starts, arrival_ns[-1] + 1)), 1) / 1e9
 
 
-def _others_came(
-    g: Group, found: NDArray[np.bool_], in_bad: NDArray[np.bool_], length: Floats, bad: NDArray[np.bool_]
-) -> bool:
-    """Whether those who find something come as ever in bad blocks, so that others came on top of them. Where the cache is
-    pressed then it may have lost what it had in spite of that."""
-    usual = found[~in_bad].sum() / max(float(length[~bad].sum()), 1e-9)
-    now = found[in_bad].sum() / max(float(length[bad].sum()), 1e-9)
-    pressed = (_mean(g.kv[in_bad]) or 0.0) >= PRESSED
-    return bool(now >= AS_EVER * usual and not pressed)
+def whole(bad: NDArray[np.bool_], worse: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """The blocks of `bad` with those next to them, and next to these, that are `worse`."""
+    worse = worse | bad
+    run = np.cumsum(np.diff(worse, prepend=False) & worse)
+    return np.asarray(worse & np.isin(run, run[bad]))
+
+
+def as_ever(hits: Floats, length_s: Floats, episode: NDArray[np.bool_]) -> bool:
+    """Whether in the blocks of an episode those who find something come as often as in the others, so that others came on top
+    of them. `hits`: how many found something, by block."""
+    usual = hits[~episode].sum() / max(float(length_s[~episode].sum()), 1e-9)
+    now = hits[episode].sum() / max(float(length_s[episode].sum()), 1e-9)
+    return bool(now >= AS_EVER * usual)
 
 
 def _mean(values: Floats) -> float | None:
