@@ -93,6 +93,8 @@ class Trace:
             config["threads"] = threads
         try:
             self.connection = duckdb.connect(config=config)
+            # Else it draws bars into what a program without a terminal prints.
+            self.connection.execute("SET enable_progress_bar = false")
         except duckdb.Error as error:
             shutil.rmtree(self._spill, ignore_errors=True)
             what = f"--memory-limit {memory_limit!r}" if memory_limit else f"threads {threads}"

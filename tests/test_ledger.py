@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -848,7 +849,7 @@ def test_two_look_ups_give_the_busy_time_between(gaps: list[tuple[int, int]], as
     bounds = np.cumsum(np.array(gaps).ravel())
     start, end = bounds[0::2], bounds[1::2]
     zero = np.zeros(len(start))
-    steps = Steps(START_NS + start, START_NS + end, *([zero] * 17))
+    steps = Steps(START_NS + start, START_NS + end, *([zero] * (len(fields(Steps)) - 2)))
     busy = np.concatenate([[0], np.cumsum(end - start)])
     low, high = sorted(asked)
 

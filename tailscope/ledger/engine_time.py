@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from tailscope.ledger.cost import MIN_FIT_STEPS, CostModels, fit, fit_epochs
+from tailscope.ledger.cost import CostModels, fit_epochs
 from tailscope.ledger.own_prefill import OwnPrefill, Work, by_others
 from tailscope.ledger.steps import Limits, Place, Prefills, Steps
 from tailscope.stats import Floats, Ints, active, prefix_sums
@@ -48,7 +48,7 @@ class EngineTime:
         n = len(steps.start_ns)
         tile = (steps.end_ns - steps.start_ns) / 1e9
         late, slow = _within(tile, np.nan_to_num(steps.late_ns) / 1e9, np.nan_to_num(steps.slow_ns) / 1e9)
-        late = late - np.minimum(late, _uneven(work, tile, late + slow))
+        late = late - np.minimum(late, work.uneven_s)
         # What the ranks lost to each other is measured, and no cost of the batch.
         without = np.maximum(tile - late - slow, 0.0)
         # A step of which hardly anything is left does not say what its batch costs.
@@ -250,19 +250,6 @@ def _within(tile: Floats, *parts: Floats) -> list[Floats]:
     """Parts of each step that together are no longer than it."""
     total = np.maximum(np.sum(parts, axis=0), 1e-12)
     return [part * np.minimum(1.0, tile / total) for part in parts]
-
-
-def _uneven(work: Work, tile: Floats, lost: Floats) -> Floats:
-    """How long the ranks of an engine without prefill wait in each step for those of one that has some: the ranks'
-    profiles show the latter late, but they are not slow."""
-    nothing = np.zeros(len(tile))
-    if work.uneven is None or not lost.any():
-        return nothing
-    # Where nothing is known to be lost the model learns what prefill takes; else from what is left.
-    calm = np.where(lost == 0, tile, 0.0)
-    enough = np.count_nonzero(calm[work.prefill_features[:, 1] > 0]) >= MIN_FIT_STEPS
-    model = fit(work.base_features, work.prefill_features, calm if enough else np.maximum(tile - lost, 0.0))
-    return nothing if model is None or not model.usable else np.asarray(work.uneven @ model.prefill)
 
 
 #: How many steps on what a step held back is followed: each passes on a part of what it got.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tailscope.ledger.cost import CostModels
+from tailscope.ledger.cost import ROUNDS, CostModels
 from tailscope.ledger.steps import Place, Prefills, Steps
-from tailscope.stats import Floats, active, prefix_sums
+from tailscope.stats import Floats, active, prefix_sums, robust_fit
 
 
 @dataclass(frozen=True)
@@ -129,13 +130,19 @@ class OwnPrefill:
         return np.asarray(np.maximum(0.0, tokens * (constant + slope * middle + nobody)))
 
 
+#: An engine's prefills in each step: requests, tokens, and the sum of the context these attend to.
+Amounts: TypeAlias = list[Floats]
+#: From so many steps with prefill of one engine alone it is learnt what that takes.
+MIN_UNEVEN_STEPS = 8
+
+
 @dataclass(frozen=True)
 class Work:
     """What the engines that step together compute in each step, one engine or several.
 
     Features of the cost model; prefill tokens and those computed again after a preemption, whose cost is prefill's;
     the classes' shares of the prefill tokens, the sum of these shares, and the shares of requests that begin in the
-    step. `uneven`: by how much the prefill features of the engine with most exceed those of the one with least.
+    step. `uneven_s`: how long the ranks of the others waited in each step for an engine with more prefill than they have.
     """
 
     base_features: Floats
@@ -145,14 +152,15 @@ class Work:
     by_class: list[Floats]
     begun: list[Floats]
     known: Floats
-    uneven: Floats | None
+    uneven_s: Floats
 
     @staticmethod
     def of(engines: Sequence[Steps], own: Sequence[OwnPrefill]) -> Work:
         """The work of engines whose k-th steps are one."""
         prefill = np.sum([s.prefill_tokens for s in engines], axis=0)
         again = np.sum([s.recompute_tokens for s in engines], axis=0)
-        base_features, prefill_features, uneven = _features(engines, own)
+        amounts = [_prefill_amounts(s, o) for s, o in zip(engines, own, strict=True)]
+        base_features, prefill_features = _features(engines, amounts)
         if len(engines) == 1:
             by_class, begun, known = own[0].by_class, own[0].begun, own[0].known
         else:
@@ -165,29 +173,60 @@ class Work:
             by_class = [together([o.by_class[c] for o in own]) for c in classes]
             begun = [together([o.begun[c] for o in own]) for c in classes]
             known = together([o.known for o in own])
-        return Work(base_features, prefill_features, prefill, again, by_class, begun, known, uneven)
+        uneven_s = _uneven(engines, amounts)
+        return Work(base_features, prefill_features, prefill, again, by_class, begun, known, uneven_s)
 
 
-def _features(engines: Sequence[Steps], own: Sequence[OwnPrefill]) -> tuple[Floats, Floats, Floats | None]:
+def _features(engines: Sequence[Steps], prefill: Sequence[Amounts]) -> tuple[Floats, Floats]:
     """Columns of the cost model. Engines that step together wait for the one with most to do, and what they share
     takes as long as all of it: of each amount the largest, and of requests and tokens the sum as well."""
     base = []
     for steps in engines:
         drafts = np.maximum(steps.decode_tokens - steps.decode_requests - steps.recompute_tokens, 0)
         base.append([steps.decode_requests, np.nan_to_num(steps.kv_usage), drafts])
-    prefill = [_prefill_amounts(steps, part) for steps, part in zip(engines, own, strict=True)]
     ones = [np.ones(len(engines[0].start_ns))]
     if len(engines) == 1:
-        return np.column_stack(ones + base[0]), np.column_stack(prefill[0]), None
+        return np.column_stack(ones + base[0]), np.column_stack(prefill[0])
     base_columns = [*ones, *np.max(base, axis=0), np.sum([b[0] for b in base], axis=0)]
     most = np.max(prefill, axis=0)
     prefill_columns = [*most, np.sum([p[1] for p in prefill], axis=0)]
-    uneven = np.column_stack([*(most - np.min(prefill, axis=0)), np.zeros(len(ones[0]))])
-    return np.column_stack(base_columns), np.column_stack(prefill_columns), uneven
+    return np.column_stack(base_columns), np.column_stack(prefill_columns)
 
 
-def _prefill_amounts(steps: Steps, own: OwnPrefill) -> list[Floats]:
-    """An engine's prefills in each step: requests, tokens, and the sum of the context these attend to."""
+def _uneven(engines: Sequence[Steps], prefill: Sequence[Amounts]) -> Floats:
+    """Seconds of each step in which the ranks of engines that step together waited for one that has more prefill than the others:
+    the profiles show its ranks late, but they are not slow.
+
+    What a token takes is how the lateness of its engine's ranks grows with it. That of a slow rank grows by more, so it is learnt
+    from the engines but the one that makes the others wait longest where no prefill does.
+    """
+    late = [np.nan_to_num(steps.caused_ns) / 1e9 for steps in engines]
+    waited = np.zeros(len(late[0]))
+    if len(engines) == 1 or not any(caused.any() for caused in late):
+        return waited
+    amounts = np.array([np.column_stack(each[1:]) for each in prefill])
+    beyond = [
+        np.maximum(own - np.delete(amounts, e, axis=0).max(axis=0), 0.0) for e, own in enumerate(amounts)
+    ]
+    even = amounts[:, :, 0].max(axis=0) == 0
+    slowest = int(np.argmax([caused[even].sum() for caused in late]))
+    told = [(caused > 0) & (more[:, 0] > 0) for caused, more in zip(late, beyond, strict=True)]
+    others = [e for e in range(len(engines)) if e != slowest]
+    if sum(int(told[e].sum()) for e in others) < MIN_UNEVEN_STEPS:
+        others = list(range(len(engines)))
+    more, caused = (np.concatenate([each[e][told[e]] for e in others]) for each in (beyond, late))
+    if len(caused) < MIN_UNEVEN_STEPS:
+        return waited
+    # An engine whose prefill makes up for another's slow rank is late by so much less.
+    one = np.ones(len(caused))
+    features = np.column_stack([one, -one, more])
+    takes = robust_fit(features, caused, 1 / np.sqrt(np.maximum(caused, np.median(caused))), ROUNDS)[2:]
+    for each, mine in zip(late, beyond, strict=True):
+        waited += np.minimum(each, mine @ takes)
+    return waited
+
+
+def _prefill_amounts(steps: Steps, own: OwnPrefill) -> Amounts:
     again = steps.recompute_tokens
     # What is computed again begins at its first token.
     attention = own.attention + again * again / 2

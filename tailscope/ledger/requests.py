@@ -148,7 +148,7 @@ def load_steps(
         # An engine that counts from the start again has been started again; receipts may change places.
         "SELECT sum((iteration < before / 2)::INT) OVER (ORDER BY k) AS epoch, * EXCLUDE (k, iteration, before) FROM ("
         "SELECT s.k, iteration, lag(iteration) OVER (ORDER BY s.k) AS before, s.start_ns, s.end_ns, prefill_requests, prefill_tokens, decode_requests, decode_tokens, running, waiting, deferred, "
-        f"kv_usage, late_ns, slow_ns, g.inside_ns AS host_ns, g.before_ns, CASE WHEN p.k IS NULL THEN 0 ELSE 1 END AS paused, s.preempted, "
+        f"kv_usage, late_ns, e.caused_ns, slow_ns, g.inside_ns AS host_ns, g.before_ns, CASE WHEN p.k IS NULL THEN 0 ELSE 1 END AS paused, s.preempted, "
         f"list_position({list(BLOCKERS)}, s.blocked) - 1 AS blocked, {told[0]} "
         f"FROM steps s LEFT JOIN step_evidence e ON e.k = s.k LEFT JOIN pauses p ON p.k = s.k LEFT JOIN host_gaps g ON g.k = s.k {told[1]}"
         "WHERE s.instance = $instance AND s.engine IS NOT DISTINCT FROM $engine) ORDER BY k",

@@ -36,8 +36,10 @@ class Steps:
     #: Requests that wait for something else than room.
     deferred: Floats
     kv_usage: Floats
-    #: What the ranks' profiles say, ns; and whether something stood beside the step that stops an engine.
+    #: What the ranks' profiles say, ns: lost to a rank that came late, and what this engine's own made all lose by it; lost to
+    #: slow transfers. Whether something stood beside the step that stops an engine.
     late_ns: Floats
+    caused_ns: Floats
     slow_ns: Floats
     paused: Floats
     #: Time at the beginning of a step, and just before it, in which its host had not begun it though there was work, ns.

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from tailscope.align import Scope, sql_of
+from tailscope.ranks.annotated import write_rank_steps
 from tailscope.ranks.collectives import WORK
 from tailscope.ranks.phases import write_phases
 from tailscope.ranks.replay import (
@@ -182,7 +183,9 @@ def write_ranks(trace: Trace, scope: Scope) -> None:
     trace.create("rank_windows", pa.Table.from_pylist(about, schema=_WINDOWS))
     trace.create("rank_clocks", pa.Table.from_pylist(clocks, schema=_CLOCKS))
     write_phases(trace, windows)
-    for name in ("windows", "rank_steps", "step_evidence", "pauses", "host_gaps"):
+    trace.connection.execute(sql_of(__package__, "windows"))
+    write_rank_steps(trace)
+    for name in ("step_evidence", "pauses", "host_gaps"):
         trace.connection.execute(sql_of(__package__, name))
 
 

@@ -190,28 +190,33 @@ def pooled(name: str) -> tuple[float, float]:
 
 # -- latencies that come in bursts -----------------------------------------------------------------
 
-#: Correlation of one request's load with the next one's, in turn.
-PHIS = (0.98, 0.98, 0.9, 0.0)
+#: Correlation of one request's load with the next one's.
+PHIS = (0.98, 0.9, 0.0)
 BURSTS_COVER = 0.90
 
 
-def autoregressive(seed: int) -> tuple[float, NDArray[np.int64], Floats, float]:
-    """(phi, arrivals, latencies, their true p99): log-normal latencies of which a share of the variance follows a load that
-    is an AR(1) over requests; in half of the worlds the load moves arrivals too."""
-    rng = np.random.default_rng([seed, 505])
-    phi, n = PHIS[seed // 2 % len(PHIS)], round(uniform(rng, 2_000, 60_000))
+def autoregressive(seed: int, phi: float) -> tuple[NDArray[np.int64], Floats, float]:
+    """(arrivals, latencies, their true p99): log-normal latencies of which a share of the variance follows a load that is an
+    AR(1) over requests; in half of the worlds the load moves arrivals too."""
+    rng = np.random.default_rng([seed, 505, round(100 * phi)])
+    n = round(uniform(rng, 2_000, 60_000))
     share, sigma = float(rng.choice([0.3, 0.5, 0.8, 1.0])), float(rng.uniform(0.3, 1.2))
     shocks = rng.standard_normal(n) * np.sqrt(1 - phi**2)
     shocks[0] = rng.standard_normal()
     load: Floats = np.asarray(lfilter([1.0], [1.0, -phi], shocks))
     mixed = np.sqrt(share) * load + np.sqrt(1 - share) * rng.standard_normal(n)
     gaps = rng.exponential(0.1, n) * np.exp(-rng.choice([0.0, 0.7]) * load)
-    return phi, ns(np.cumsum(gaps)), np.exp(sigma * mixed), float(np.exp(sigma * ndtri(0.99)))
+    return ns(np.cumsum(gaps)), np.exp(sigma * mixed), float(np.exp(sigma * ndtri(0.99)))
 
 
 def bursts_null(seed: int) -> Result:
-    """Whether the interval of p99 holds the true one in bursts of load; None where too few samples forbid to state it."""
-    phi, times_ns, values, truth = autoregressive(seed)
+    """What is said in bursts of load, of a window for each of `PHIS`."""
+    return {"test": "window", "seed": seed, "parts": [burst_null(seed, phi) for phi in PHIS]}
+
+
+def burst_null(seed: int, phi: float) -> Result:
+    """Whether the interval of p99 holds the true one; None where too few samples forbid to state it."""
+    times_ns, values, truth = autoregressive(seed, phi)
     n_eff = stats.quantile_samples(values, 0.99, times_ns)
     interval = stats.quantile_interval(values, 0.99, n_eff) if stats.allows_quantile(0.99, n_eff) else None
     covers = None if interval is None else bool(interval[0] <= truth <= interval[1])
