@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailscope.ranks.annotated import placed
-from tailscope.stats import Floats
+from tailscope.stats import Floats, Ints
 
 MS = 1_000_000
 #: Where batches are not known.
 NOTHING = np.nan
 
 
-def steps(lengths_ms: list[int], batches: list[tuple[int, int]]) -> tuple[Floats, Floats, Floats]:
+def steps(lengths_ms: list[int], batches: list[tuple[int, int]]) -> tuple[Ints, Ints, Floats]:
     ends = np.cumsum(lengths_ms) * MS
     return np.concatenate([[0], ends[:-1]]), ends, np.array(batches, np.float64)
 

@@ -124,7 +124,9 @@ def placed(
         & (step_start_ns[inside] < end_ns[:, None] + AHEAD_NS)
     )
     known = np.isfinite(batch).all(axis=1)[:, None] & np.isfinite(step_batch).all(axis=1)[inside]
-    same = possible & known & (batch[:, None, :] == step_batch[inside]).all(axis=2)
+    same: NDArray[np.bool_] = np.asarray(
+        possible & known & (batch[:, None, :] == step_batch[inside]).all(axis=2)
+    )
     apart = np.abs(step_end_ns[inside] - end_ns[:, None]).astype(np.float64)
     # A lag is of the steps' count, so that it means the same in all rows around only where the usual one does.
     shared = usual - usual.min()
