@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from scipy import stats
 
 from tailscope import outliers
-from tailscope.felt import INSTANT_S
 from tailscope.model import (
     Alert,
     Decision,
@@ -218,9 +217,9 @@ RULE = Rule(
         _pauses.ALONE,
         Threshold(
             "noticed",
-            INSTANT_S,
+            0.1,
             "s",
-            "All steps apart from the others beside which nothing stands: heavy steps of many engines are as long as what is less.",
+            "All steps apart from the others beside which nothing stands: nobody notices less (Miller 1968), and heavy steps are as long.",
         ),
         Threshold("apart", 10, "steps", "What comes more often than that is a kind of batch, not a pause."),
         _tails.SHARE,

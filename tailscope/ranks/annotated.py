@@ -118,15 +118,14 @@ def placed(
     lags = np.array(LAGS)
     index = number[:, None] + usual[:, None] + lags
     inside = np.clip(index, 0, len(step_end_ns) - 1)
-    possible = (
-        (index == inside)
+    possible: NDArray[np.bool_] = (
+        np.equal(index, inside)
         & (step_end_ns[inside] > start_ns[:, None])
         & (step_start_ns[inside] < end_ns[:, None] + AHEAD_NS)
     )
-    known = np.isfinite(batch).all(axis=1)[:, None] & np.isfinite(step_batch).all(axis=1)[inside]
-    same: NDArray[np.bool_] = np.asarray(
-        possible & known & (batch[:, None, :] == step_batch[inside]).all(axis=2)
-    )
+    told, step_told = (~np.isnan(values.sum(axis=1)) for values in (batch, step_batch))
+    known = told[:, None] & step_told[inside]
+    same = np.all(batch[:, None, :] == step_batch[inside], axis=2) & possible & known
     apart = np.abs(step_end_ns[inside] - end_ns[:, None]).astype(np.float64)
     # A lag is of the steps' count, so that it means the same in all rows around only where the usual one does.
     shared = usual - usual.min()
