@@ -22,6 +22,7 @@ engine settings, clocks, and what telemetry there is. Thresholds were tuned on o
 def render(result: Mapping[str, Any]) -> str:
     parts = [HEAD, _summary(result)]
     parts += ["## The bars\n", bars_table(result), _nulls(result)]
+    parts += ["## By rule\n", RULES_TEXT, _rules(result)]
     parts += ["## By kind of world\n", FAMILIES_TEXT, _families(result), _confusion(result)]
     parts += ["## Bills\n", BILLS_TEXT, _errors(result["bills"], "component")]
     parts += [TOLD_TEXT, _errors(result["bills_told"], "component")]
@@ -37,11 +38,16 @@ FAMILIES_TEXT = (
     "less than 20 % of the mean above a p99. *no decoy*: decoys in "
     "which what was to look like a fault raises a p99 by 5 % or more after all; they are not counted as decoys.\n"
 )
+RULES_TEXT = (
+    "*felt*: worlds in which what the rule looks for costs 20 % or more of a p99, alone or beside another cause. *named*: a finding "
+    "names it, with its culprit. *first*: the first finding names it or a cause beside it that is felt too. *false*: worlds, of all "
+    "that were played, in which a finding of the rule names no cause.\n"
+)
 BILLS_TEXT = (
     "The parts of a class's excess, tail against typical requests, by the ledger and by the simulator, which knows who was in "
     "which step and what each part of it cost. Errors are points of the excess (0.1 = 10 points). Where engines step together, a "
-    "slow rank and its engine's own prefill make the same others wait: the ledger divides that by its model of what prefill takes, "
-    "so that there `ranks` and `others' prefill` may change places in part.\n"
+    "slow rank and its engine's own prefill make the same others wait: the ledger divides that by how the lateness of engines whose "
+    "ranks are not slow grows with their prefill.\n"
 )
 TOLD_TEXT = (
     "The same where a schedule tells which requests were in which step "
@@ -81,6 +87,19 @@ def _nulls(result: Mapping[str, Any]) -> str:
     ]
     text = "Tests and intervals where nothing is wrong (nominal: tests fire in 5 %, intervals hold the truth in 95 %):\n"
     return text + "\n" + grid(("", "n", "share", "95 % interval", "bar", ""), rows)
+
+
+def _rules(result: Mapping[str, Any]) -> str:
+    rows = [
+        (
+            r["rule"],
+            f"{r['felt']:,}",
+            *(f"{r[name] / r['felt']:.0%}" if r["felt"] else "" for name in ("named", "first")),
+            f"{r['false']:,} of {r['worlds']:,}",
+        )
+        for r in result["rules"]
+    ]
+    return grid(("rule", "felt", "named", "first", "false"), rows)
 
 
 def _families(result: Mapping[str, Any]) -> str:

@@ -105,6 +105,31 @@ def by_family(worlds: Iterable[World]) -> list[dict[str, Any]]:
     return rows
 
 
+def by_rule(worlds: Iterable[World]) -> list[dict[str, Any]]:
+    """A row a rule: in how many worlds its cause is felt, where a finding names that, where the first finding names a felt cause;
+    and in how many of all worlds one of its own findings names none."""
+    felt, named, first, false = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
+    n = 0
+    for world in worlds:
+        n += 1
+        for rule, who in causes(world, FELT).items():
+            felt[rule] += 1
+            named[rule] += any(is_right(f, {rule: who}) for f in found(world))
+            first[rule] += outcome(world) == "top-1"
+        false.update({alarm.split(" ", 1)[0] for alarm in false_alarms(world)})
+    return [
+        {
+            "rule": rule,
+            "felt": felt[rule],
+            "named": named[rule],
+            "first": first[rule],
+            "false": false[rule],
+            "worlds": n,
+        }
+        for rule in sorted(felt.keys() | false.keys())
+    ]
+
+
 def confusion(worlds: Iterable[World]) -> dict[str, dict[str, int]]:
     """What was the costliest cause -> which rule spoke first."""
     table: dict[str, Counter[str]] = defaultdict(Counter)

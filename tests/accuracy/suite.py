@@ -35,7 +35,7 @@ FULL = {"fault": (12, 6, 6), "pair": (8, 8, 6), "decoy": (16, 16, 8)}
 SHORT = {"fault": (1, 0, 0), "pair": (1, 0, 0), "decoy": (1, 0, 0)}
 FULL_NULLS, SHORT_NULLS = 2_000, 12
 #: Of the seeds that report: lower ones have been looked at while rules were changed.
-REPORTS_FROM = 2_000
+REPORTS_FROM = 3_000
 
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -102,6 +102,7 @@ def scored(
         "by_files": sum(w["via"] == "files" for w in worlds),
         "by_schedule": sum(w["via"] == "schedule" for w in worlds),
         "bars": score.bars(worlds),
+        "rules": score.by_rule(worlds),
         "families": score.by_family(worlds),
         "confusion": score.confusion(worlds),
         "bills": score.bill_errors(worlds, told=False),
