@@ -88,7 +88,7 @@ waits AS (
 SELECT f.*, o.unowned_s, o.booked_s, o.frontend_s, o.owner, p.hurt, u.client_hurt, r.longest_prompt, r.klasses, w.start_ns AS step_ns, w.beyond_s, w.reason,
        w.lane, w.round, t.tops, (SELECT count(*) FROM lanes) AS lanes,
        (SELECT median(prompt_tokens) FROM seen) AS usual_prompt, -- Without steps at the requests' time a bill does not say what a wait was for.
-       coalesce((SELECT any_value(matched >= 0.5 * total) FROM coverage WHERE "join" = 'request → iterations' AND total > 0), false) AS has_steps,
+       steps_cover_requests() AS has_steps,
        (SELECT count(*) FROM seen) AS requests,
        (SELECT count(DISTINCT instance) FROM seen) AS instances, coalesce(h.largest_tried, 0) AS largest_tried,
        (SELECT list({klass: klass, metric: metric, excess_s: excess_s, p50_s: p50_s, slo_broken: slo_broken} ORDER BY klass, metric)

@@ -33,8 +33,7 @@ SELECT
     (SELECT max(tile_ns) / 1e9 FROM steps s WHERE prefill_tokens > 0 AND s.end_ns BETWEEN c.first_ns AND c.last_ns) AS longest_step_s,
     (SELECT median(tile_ns) / 1e9 FROM steps WHERE prefill_tokens = 0) AS usual_step_s,
     (SELECT count(*) > 0 AND count(prompt_tokens) = 0 FROM joined WHERE billed) AS unsized,
-    -- Steps that do not cover the requests (another zone, another time) say nothing of them.
-    coalesce(c.timed IS NOT false AND (SELECT any_value(matched >= 0.5 * total) FROM coverage WHERE "join" = 'request → iterations' AND total > 0), false) AS has_steps
+    coalesce(c.timed, true) AND steps_cover_requests() AS has_steps
 FROM class_rows k
 LEFT JOIN coupling c ON c.victim = k.klass AND c.prompt_ratio >= $size_ratio
 LEFT JOIN blamed b ON b.victim = c.victim AND b.culprit = c.culprit AND b.metric = k.metric

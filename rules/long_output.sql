@@ -48,7 +48,7 @@ SELECT k.klass, k.metric, k.n, k.p50_s, k.excess_s, k.tail_rule, k.slo_broken,
        coalesce(s.long_s, 0) AS long_s, coalesce(s.long_slots_s, 0) AS long_slots_s, coalesce(q.queued_s, 0) AS queued_s,
        coalesce(h.hit, 0) AS hit, a.median_tokens, a.long_from, a.n AS known_answers, c.holder, c.tenant, c.tenants,
        c.answers AS holder_answers, t.*, e.*, b.*, l.*,
-       coalesce((SELECT any_value(matched >= 0.5 * total) FROM coverage WHERE "join" = 'request → iterations' AND total > 0), false) AS has_steps
+       steps_cover_requests() AS has_steps
 FROM class_rows k
 LEFT JOIN spent s ON s.klass = k.klass AND s.metric = k.metric
 LEFT JOIN queued q ON q.klass = k.klass AND q.metric = k.metric

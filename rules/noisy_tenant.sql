@@ -12,7 +12,7 @@ SELECT
     (SELECT max(max_num_seqs) FROM configured) AS max_num_seqs,
     (SELECT max(max_num_batched_tokens) FROM configured) AS budget,
     -- Steps that do not cover the requests (another zone, another time) say nothing of them.
-    coalesce((SELECT any_value(matched >= 0.5 * total) FROM coverage WHERE "join" = 'request → iterations' AND total > 0), false) AS has_steps
+    steps_cover_requests() AS has_steps
 FROM tenants t
 LEFT JOIN tenant_blame b ON b.culprit = t.tenant
 LEFT JOIN class_rows k ON k.klass = b.klass AND k.metric = b.metric

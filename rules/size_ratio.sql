@@ -46,7 +46,7 @@ SELECT
     coalesce(t.blamed_s, 0) AS blamed_s, t.tail_s, coalesce(t.long_tail_s, 0) AS long_tail_s,
     o.*, w.*, b.*,
     -- Steps that do not cover the requests (another zone, another time) say nothing of them.
-    coalesce((SELECT any_value(matched >= 0.5 * total) FROM coverage WHERE "join" = 'request → iterations' AND total > 0), false) AS has_steps
+    steps_cover_requests() AS has_steps
 FROM class_rows k
 LEFT JOIN pools p ON true
 LEFT JOIN tails t ON t.klass = k.klass AND t.metric = k.metric

@@ -25,3 +25,7 @@ FROM joined j
 LEFT JOIN span s ON s.instance = j.instance AND s.engine IS NOT DISTINCT FROM j.engine
 LEFT JOIN whole w ON w.instance = j.instance AND NOT j.engine_known
 WHERE j.billed AND EXISTS (FROM steps);
+
+-- Steps that do not cover the requests (another zone, another time) say nothing of them.
+CREATE OR REPLACE TEMP MACRO steps_cover_requests() AS
+    coalesce((SELECT any_value(matched >= 0.5 * total) FROM coverage WHERE "join" = 'request → iterations' AND total > 0), false);

@@ -1,3 +1,7 @@
+-- only_engine: the engine of instances that have one.
+CREATE OR REPLACE TEMP VIEW only_engine AS
+SELECT instance, any_value(engine) AS engine FROM steps GROUP BY instance HAVING count(DISTINCT coalesce(engine, -1)) = 1;
+
 -- joined: one row per request, its observers side by side: client, gateway, engine. `client_*` are the outermost
 -- observer's, `outer_view`, which is the gateway where no client is known. An engine's view comes first; a request that only
 -- the client saw (refused, aborted, failed) is a row without engine times, and has a bill only where no engine of
@@ -22,9 +26,6 @@ all_rows AS (
     WHERE c.view IN ('client', 'gateway')
       AND c.oid NOT IN (SELECT a FROM client_pairs UNION ALL SELECT a FROM gateway_pairs UNION ALL SELECT b FROM edge_pairs)
       AND (c.request_id IS NOT NULL OR c.instance NOT IN (SELECT instance FROM told))
-),
-only_engine AS (
-    SELECT instance, any_value(engine) AS engine FROM steps GROUP BY instance HAVING count(DISTINCT coalesce(engine, -1)) = 1
 ),
 wide AS (
     SELECT

@@ -62,11 +62,8 @@ CROSS JOIN victims v
 #: at least: fewer run than before, by more than have finished about then. In a full cache these were thrown out.
 _THROWN = f"""
 CREATE OR REPLACE TEMP TABLE thrown_out AS
-WITH only_engine AS (
-    SELECT instance, any_value(engine) AS engine FROM steps GROUP BY instance HAVING count(DISTINCT coalesce(engine, -1)) = 1
-),
 -- Who came before the time that is looked at ends in it all the same. Several may tell of one.
-before AS (
+WITH before AS (
     SELECT coalesce(instance, '') AS instance, max(engine) AS engine,
            max(coalesce(instant(arrival_ns) + duration(e2e_ns), instant(finished_ns))) AS time_ns
     FROM requests WHERE observer = 'engine' AND instant(arrival_ns) < (SELECT min(arrival_ns) FROM joined)

@@ -40,13 +40,12 @@ _ROWS = schema_of(
     }
 )
 _MINE = """
-WITH sole AS (SELECT instance, min(engine) AS engine FROM steps GROUP BY instance HAVING count(DISTINCT engine) = 1)
-SELECT w."window", w.rank, i.iteration AS step, w.instance, coalesce(w.engine, sole.engine) AS engine,
+SELECT w."window", w.rank, i.iteration AS step, w.instance, coalesce(w.engine, o.engine) AS engine,
        instant(i.start_ns) AS start_ns, instant(i.end_ns) AS end_ns, i.prefill_tokens::DOUBLE AS prefill_tokens,
        i.decode_requests::DOUBLE AS decode_requests
 FROM rank_windows w
 JOIN iterations i ON i.source = w.source AND i.rank = w.rank
-LEFT JOIN sole ON sole.instance = w.instance
+LEFT JOIN only_engine o ON o.instance = w.instance
 WHERE w.used AND w.instance IS NOT NULL AND instant(i.start_ns) IS NOT NULL AND instant(i.end_ns) IS NOT NULL
 ORDER BY w."window", w.rank, instant(i.end_ns), i.iteration
 """
