@@ -7,6 +7,7 @@ from typing import Any
 
 from bars import bars_table, grid
 from catalogue import FAMILIES
+from score import UNEXPLAINED_BAR
 
 WHY = {family.name: family.why for family in FAMILIES}
 
@@ -24,7 +25,8 @@ def render(result: Mapping[str, Any]) -> str:
     parts += ["## The bars\n", bars_table(result), _nulls(result)]
     parts += ["## By rule\n", RULES_TEXT, _rules(result)]
     parts += ["## By kind of world\n", FAMILIES_TEXT, _families(result), _confusion(result)]
-    parts += ["## Bills\n", BILLS_TEXT, _errors(result["bills"], "component")]
+    parts += ["## Bills\n", BILLS_TEXT, _unexplained(result["unexplained"])]
+    parts += [_errors(result["bills"], "component")]
     parts += [TOLD_TEXT, _errors(result["bills_told"], "component")]
     parts += [PART_TEXT, _errors(result["bills_part_profiled"], "component"), BLAME_TEXT]
     parts += [_errors(result["blame"], "rule"), _not_right(result)]
@@ -100,6 +102,13 @@ def _rules(result: Mapping[str, Any]) -> str:
         for r in result["rules"]
     ]
     return grid(("rule", "felt", "named", "first", "false"), rows)
+
+
+def _unexplained(of: Mapping[str, float]) -> str:
+    return (
+        f"Where nothing is wrong, {of['said']:.1%} of an excess is a pause or unexplained (mean of {of['n']:,}; bar ≤ {UNEXPLAINED_BAR:.0%}); "
+        f"{of['true']:.1%} truly is, by chance in what steps take.\n"
+    )
 
 
 def _families(result: Mapping[str, Any]) -> str:

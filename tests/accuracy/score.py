@@ -14,7 +14,7 @@ from play import GROUPS
 FELT = 0.2
 #: One below so much of a p99 and of a p95 is not there, for all anybody can tell.
 NOTHING = 0.05
-TOP1_BAR, FALSE_ALARM_BAR, BILL_BAR = 0.95, 0.02, 0.10
+TOP1_BAR, FALSE_ALARM_BAR, BILL_BAR, UNEXPLAINED_BAR = 0.95, 0.02, 0.10, 0.10
 NOBODY = "(nothing)"
 
 World = Mapping[str, Any]
@@ -179,6 +179,15 @@ def bill_errors(
                 if max(abs(bill["said"][group]), abs(bill["true"][group])) >= 0.01:
                     errors[group].append(bill["said"][group] - bill["true"][group])
     return [_errors(group, values) for group, values in errors.items()]
+
+
+def unexplained(worlds: Iterable[World]) -> dict[str, float]:
+    """Of the excess of classes in worlds where nothing is wrong: the share that bills say is a pause or unexplained, and the one that
+    truly is, by chance in what steps take; means."""
+    group = "pause or unexplained"
+    bills = [bill for world in worlds if not world["labels"] for bill in world["bill_errors"]]
+    said, true = ([abs(bill[side][group]) for bill in bills] for side in ("said", "true"))
+    return {"n": len(bills), "said": float(np.mean(said or [0.0])), "true": float(np.mean(true or [0.0]))}
 
 
 def blame_errors(worlds: Iterable[World]) -> list[dict[str, Any]]:

@@ -108,6 +108,7 @@ def scored(
         "bills": score.bill_errors(worlds, told=False),
         "bills_told": score.bill_errors(worlds, told=True),
         "bills_part_profiled": score.bill_errors(worlds, part_profiled=True),
+        "unexplained": score.unexplained(worlds),
         "blame": score.blame_errors(worlds),
         "nulls": null_rows,
         "not_right": [
@@ -137,6 +138,7 @@ def main() -> int:
     )
     parser.add_argument("--family", action="append", help="only this kind; may be given again")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--worlds", type=Path, help="store what became of each world here, a JSON line each")
     parser.add_argument("--output", type=Path, help="store the result here instead of in docs/")
     arguments = parser.parse_args()
     known = [family.name for family in FAMILIES]
@@ -161,6 +163,10 @@ def main() -> int:
     results = run_all(todo, arguments.processes)
     form = "short" if arguments.short else "full" if arguments.share >= 1 else "reduced"
     result = scored(results, time.monotonic() - began, form, kept)
+    if arguments.worlds is not None:
+        arguments.worlds.write_text(
+            "".join(json.dumps(world) + "\n" for world in results.get("play", ())), encoding="utf-8"
+        )
     text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
     if arguments.output is not None:
         arguments.output.write_text(text, encoding="utf-8")
