@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -69,3 +71,18 @@ def test_what_is_long_before_all_steps_is_none_of_them() -> None:
     start, end, batch = steps([10] * 5, [(0, 1)] * 5)
     index, _ = placed(start - 5_000 * MS, end - 5_000 * MS, batch, start, end, batch)
     assert (index == -1).all()
+
+
+def test_a_long_hole_in_the_engines_log_takes_no_memory() -> None:
+    """The lag jumps by as many steps as are missing."""
+    n = 60_000
+    rng = np.random.default_rng(2)
+    start, end, batch = steps([10] * n, [(0, int(x)) for x in rng.integers(1, 9, n)])
+    told = np.delete(np.arange(n), np.arange(5_000, 45_000))
+    tracemalloc.start()
+    index, _ = placed(start + MS, start + 9 * MS, batch, start[told], end[told], batch[told])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (index[:4_990] == np.arange(4_990)).all()
+    assert (index[45_020:] == np.arange(5_020, len(told))).all()
+    assert peak < 200e6

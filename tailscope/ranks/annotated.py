@@ -22,7 +22,7 @@ AROUND, LAGS = 33, range(-2, 4)
 #: One batch that is the same counts as half of all around being so.
 OWN = 0.5
 #: More different lags than these are no lags: annotations and steps have next to nothing to do with each other.
-MOST_LAGS = 256
+MOST_LAGS = 64
 #: An annotation this long before a step is none of it, ns.
 AHEAD_NS = 1_000_000_000
 
@@ -126,15 +126,17 @@ def placed(
     known = told[:, None] & step_told[inside]
     same = np.all(batch[:, None, :] == step_batch[inside], axis=2) & possible & known
     apart = np.abs(step_end_ns[inside] - end_ns[:, None]).astype(np.float64)
-    # A lag is of the steps' count, so that it means the same in all rows around only where the usual one does.
-    shared = usual - usual.min()
-    width = int(shared.max()) + len(lags)
-    by_lag = np.zeros((n, width))
-    by_lag[number[:, None], shared[:, None] + np.arange(len(lags))] = same
-    votes = uniform_filter1d(by_lag, AROUND, axis=0, mode="nearest") if width <= MOST_LAGS else by_lag
-    score = votes[number[:, None], shared[:, None] + np.arange(len(lags))] + OWN * same
+    # A lag is of the steps' count, so that it means the same in all rows around.
+    values, column = np.unique(usual[:, None] + lags, return_inverse=True)
+    column = column.reshape(index.shape)
+    votes = same.astype(np.float32)
+    if len(values) <= MOST_LAGS:
+        by_lag = np.zeros((n, len(values)), np.float32)
+        by_lag[number[:, None], column] = same
+        votes = uniform_filter1d(by_lag, AROUND, axis=0, mode="nearest")[number[:, None], column]
+    score = votes + OWN * same
     # Of lags with as many votes the one whose step ended at about that time.
-    order = np.lexsort((apart, -np.where(possible, np.round(score, 6), -1.0)), axis=1)
+    order = np.lexsort((apart, -np.where(possible, np.round(score, 4), -1.0)), axis=1)
     best = order[:, 0]
     chosen = index[number, best]
     fits = possible[number, best]
