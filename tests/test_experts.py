@@ -208,7 +208,8 @@ def test_a_recording_stands_for_tokens_that_profiles_lack(tmp_path: Path) -> Non
 def views(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trace]:
     """A diagnosed trace without anything: the views are there, and empty."""
     table = loads(np.zeros((1, 1, 1), np.int64))
-    with worlds.aligned(tmp_path_factory.mktemp("views") / "t", {"expert_load": table}) as trace:
+    path = worlds.write(tmp_path_factory.mktemp("views") / "t", {"expert_load": table})
+    with Trace(path, threads=1) as trace:
         diagnose(trace, Config())
         yield trace
 
@@ -343,7 +344,7 @@ def sets(folder: Path, table: pa.Table) -> list[dict[str, Any]]:
 
 
 def alone(folder: Path, table: pa.Table) -> Decision:
-    with worlds.aligned(folder, {"expert_load": table}) as trace:
+    with Trace(worlds.write(folder, {"expert_load": table}), threads=1) as trace:
         diagnose(trace, Config())
         return judge(trace, RULE, SQL)
 
