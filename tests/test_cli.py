@@ -11,6 +11,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import rank_worlds
+from called import called
 from real import CAPTURES, EXAMPLE, needs_captures
 
 from tailscope import registry
@@ -55,7 +56,7 @@ def test_ingest_accounts_for_every_file(tmp_path: Path) -> None:
     assert "notes.txt" in done.stdout
     assert "223 requests, 23,594 tokens" in done.stdout
     assert "\x1b" not in done.stdout
-    again = tailscope("ingest", tmp_path / "in", "-o", tmp_path / "t.parquet")
+    again = called("ingest", tmp_path / "in", "-o", tmp_path / "t.parquet")
     assert again.returncode == 0
     assert "already in the trace" in again.stdout
     assert "0 rows of 0 file(s) added" in again.stdout
@@ -65,7 +66,7 @@ def test_ingest_takes_relative_and_absolute_paths_together(tmp_path: Path) -> No
     for name in ("one.log", "two.log"):
         text = f"[2026-11-29 14:39:01 TP0] [EPLBManager] rebalance start\n{name}\n"
         (tmp_path / name).write_text(text)
-    done = tailscope("ingest", "one.log", tmp_path / "two.log", "-o", "trace.parquet", cwd=tmp_path)
+    done = called("ingest", "one.log", tmp_path / "two.log", "-o", "trace.parquet", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     # Names are cut where lines are too short for them.
     assert "of 2 file(s) added" in done.stdout
@@ -98,7 +99,7 @@ def test_ingest_of_no_telemetry_is_an_error(tmp_path: Path) -> None:
 def test_a_mistake_is_one_sentence_and_status_2(
     trace: Path, tmp_path: Path, args: list[str], message: str
 ) -> None:
-    done = tailscope(*[str(trace) if a == "TRACE" else a for a in args], cwd=tmp_path)
+    done = called(*[str(trace) if a == "TRACE" else a for a in args], cwd=tmp_path)
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -118,7 +119,7 @@ def test_diagnose_prints_the_findings_and_says_what_to_change(trace: Path) -> No
 
 
 def test_json_keeps_its_schema(trace: Path) -> None:
-    done = tailscope("diagnose", trace, "--format", "json")
+    done = called("diagnose", trace, "--format", "json")
     document = json.loads(done.stdout)
     jsonschema.validate(document, schema())
     assert document["verdict"]["status"] == "found"
@@ -129,18 +130,18 @@ def test_json_keeps_its_schema(trace: Path) -> None:
 def test_fail_on(trace: Path) -> None:
     assert tailscope("diagnose", trace, "--fail-on", "high").returncode == 3
     quiet = ("--from", "2026-11-29T14:42:30", "--fail-on", "low")
-    assert tailscope("diagnose", trace, *quiet).returncode == 0
+    assert called("diagnose", trace, *quiet).returncode == 0
 
 
 def test_last_counts_from_the_end_of_the_trace(trace: Path) -> None:
-    done = tailscope("diagnose", trace, "--last", "30s", "--format", "json")
+    done = called("diagnose", trace, "--last", "30s", "--format", "json")
     document = json.loads(done.stdout)
     assert document["trace"]["first_ns"] >= 1_795_963_360_000_000_000
     assert document["findings"] == []
 
 
 def test_query(trace: Path) -> None:
-    done = tailscope(
+    done = called(
         "query",
         trace,
         "SELECT status, count(*) AS n FROM requests GROUP BY ALL ORDER BY n DESC",
@@ -151,16 +152,16 @@ def test_query(trace: Path) -> None:
 
 
 def test_rules_lists_and_explains() -> None:
-    listed = tailscope("rules")
+    listed = called("rules")
     assert "hol-coupling" in listed.stdout
-    explained = tailscope("rules", "preemption-storm")
+    explained = called("rules", "preemption-storm")
     assert "why it hurts" in explained.stdout
     assert "--max-num-seqs" in explained.stdout
 
 
 def test_version_and_help() -> None:
     assert tailscope("--version").stdout.strip()
-    shown = tailscope("--help")
+    shown = called("--help")
     assert shown.returncode == 0
     for command in ("ingest", "diagnose", "query", "rules", "demo"):
         assert command in shown.stdout
@@ -185,7 +186,7 @@ def test_output_that_the_locale_cannot_encode_is_escaped(trace: Path) -> None:
 
 def test_a_part_damaged_inside_is_one_message(tmp_path: Path) -> None:
     trace = tmp_path / "t.parquet"
-    assert tailscope("ingest", EXAMPLE / "client.jsonl.gz", "-o", trace).returncode == 0
+    assert called("ingest", EXAMPLE / "client.jsonl.gz", "-o", trace).returncode == 0
     (part,) = trace.glob("tokens/*.parquet")
     content = bytearray(part.read_bytes())
     content[200:20_000] = bytes(19_800)
@@ -198,7 +199,7 @@ def test_a_part_damaged_inside_is_one_message(tmp_path: Path) -> None:
 
 def test_a_memory_limit_that_is_too_small_does_not_blame_the_data(trace: Path) -> None:
     for limit in ("1KB", "20MB"):
-        done = tailscope("diagnose", trace, "--memory-limit", limit)
+        done = called("diagnose", trace, "--memory-limit", limit)
         assert done.returncode == 2
         assert "too small" in done.stderr
         assert "damaged" not in done.stderr
@@ -211,7 +212,7 @@ def test_whatif_says_what_steps_would_take(tmp_path: Path) -> None:
     assert shown.returncode == 0, shown.stderr
     assert "[red]w: 10 steps of 4 ranks" in shown.stdout
     assert "rank 1 as the others" in shown.stdout
-    document = json.loads(tailscope("whatif", path, "--format", "json").stdout)
+    document = json.loads(called("whatif", path, "--format", "json").stdout)
     [window] = document["windows"]
     by_rank = {o["rank"]: o["saved"] for o in window["otherwise"] if o["scenario"] == "without rank"}
     assert max(by_rank, key=lambda rank: by_rank[rank]) == 1
@@ -222,8 +223,8 @@ def test_whatif_says_what_steps_would_take(tmp_path: Path) -> None:
 @needs_captures
 def test_whatif_of_a_real_slow_rank_gives_the_steps_that_it_had_before(tmp_path: Path) -> None:
     """Rank 1 spins in the second window. Without its lateness the gaps between tokens are what they were in the first."""
-    tailscope("ingest", CAPTURES / "vllm-cpu" / "run3-moe-dp2-ep2-patched", "-o", tmp_path / "t.parquet")
-    document = json.loads(tailscope("whatif", tmp_path / "t.parquet", "--format", "json").stdout)
+    called("ingest", CAPTURES / "vllm-cpu" / "run3-moe-dp2-ep2-patched", "-o", tmp_path / "t.parquet")
+    document = json.loads(called("whatif", tmp_path / "t.parquet", "--format", "json").stdout)
     clean, slow = document["windows"]
     [without] = [o for o in slow["otherwise"] if o["rank"] == 1]
     [gaps] = without["gaps"]
@@ -234,6 +235,6 @@ def test_whatif_of_a_real_slow_rank_gives_the_steps_that_it_had_before(tmp_path:
 
 
 def test_whatif_without_profiles_says_what_it_needs(trace: Path) -> None:
-    shown = tailscope("whatif", trace)
+    shown = called("whatif", trace)
     assert shown.returncode == 0
     assert "torch profiler traces of all ranks" in shown.stdout

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import worlds
+from called import called
 from numpy.typing import NDArray
 from real import CAPTURES, EXAMPLE, needs_captures
 from test_cli import tailscope
@@ -298,9 +299,9 @@ def test_the_command_and_its_exit_status(tmp_path: Path) -> None:
     for title in ("The same load?", "Latency", "What came out"):
         assert title in done.stdout
     assert tailscope("compare", before, after, "--fail-on-regression", "5%").returncode == 3
-    assert tailscope("compare", after, before, "--fail-on-regression", "5%").returncode == 0
-    assert tailscope("compare", before, after, "--fail-on-regression", "80%").returncode == 0
-    shown = tailscope("compare", before, after, "--format", "json", "--fail-on-regression", "5")
+    assert called("compare", after, before, "--fail-on-regression", "5%").returncode == 0
+    assert called("compare", before, after, "--fail-on-regression", "80%").returncode == 0
+    shown = called("compare", before, after, "--format", "json", "--fail-on-regression", "5")
     assert shown.returncode == 3
     document = json.loads(shown.stdout)
     jsonschema.validate(document, schema())
@@ -316,7 +317,7 @@ def test_what_was_not_tested_is_no_all_clear(tmp_path: Path) -> None:
     assert missing["TTFT", None] == missing["TPOT", None] == "not-after"
     assert missing["ITL", None] == "not-measured"
     assert {c.metric for c in found.changes if c.interval} == {"E2E"}
-    done = tailscope("compare", before, tmp_path / "b", "--fail-on-regression", "5%")
+    done = called("compare", before, tmp_path / "b", "--fail-on-regression", "5%")
     assert done.returncode == 0
     assert "not tested for regressions:" in done.stderr
     assert "no values after: <512 TTFT, TPOT" in " ".join(done.stderr.split())
@@ -325,8 +326,8 @@ def test_what_was_not_tested_is_no_all_clear(tmp_path: Path) -> None:
     done = tailscope("compare", few, few, "--fail-on-regression", "5%")
     assert done.returncode == 4 and "nothing was tested for regressions:" in done.stderr
     assert "not tested" in done.stdout and "no difference shown" not in done.stdout
-    assert tailscope("compare", few, few).returncode == 0
-    document = json.loads(tailscope("compare", few, few, "--format", "json").stdout)
+    assert called("compare", few, few).returncode == 0
+    document = json.loads(called("compare", few, few, "--format", "json").stdout)
     jsonschema.validate(document, schema())
     assert document["verdict"]["tested"] is False
     assert {u["reason"] for u in document["untested"]} >= {"too-few-samples"}
@@ -343,7 +344,7 @@ def test_what_was_not_tested_is_no_all_clear(tmp_path: Path) -> None:
 )
 def test_a_mistake_is_one_sentence(tmp_path: Path, args: list[str], message: str) -> None:
     trace = requests(tmp_path / "a", 1, seconds=10)
-    done = tailscope("compare", *[str(trace) if a == "A" else a for a in args])
+    done = called("compare", *[str(trace) if a == "A" else a for a in args])
     assert done.returncode == 2
     assert message in done.stderr and "Traceback" not in done.stderr
 
@@ -352,7 +353,7 @@ def test_a_mistake_is_one_sentence(tmp_path: Path, args: list[str], message: str
 
 
 def test_the_example_against_itself(tmp_path: Path) -> None:
-    assert tailscope("ingest", EXAMPLE, "-o", tmp_path / "t.parquet").returncode == 0
+    assert called("ingest", EXAMPLE, "-o", tmp_path / "t.parquet").returncode == 0
     found = compared(tmp_path / "t.parquet", tmp_path / "t.parquet")
     assert found.status in ("same", "cannot-tell")
     assert {f.state for f in found.findings} == {"still"}
@@ -362,7 +363,7 @@ def test_the_example_against_itself(tmp_path: Path) -> None:
 
 def test_histograms_alone_are_ranges_and_nothing_is_called(tmp_path: Path) -> None:
     metrics = next(EXAMPLE.glob("**/metrics*"))
-    assert tailscope("ingest", metrics, "-o", tmp_path / "t.parquet").returncode == 0
+    assert called("ingest", metrics, "-o", tmp_path / "t.parquet").returncode == 0
     found = compared(tmp_path / "t.parquet", tmp_path / "t.parquet")
     assert found.ranges and not found.changes
     assert found.status == "cannot-tell"
@@ -371,7 +372,7 @@ def test_histograms_alone_are_ranges_and_nothing_is_called(tmp_path: Path) -> No
 @needs_captures
 def test_runs_of_other_servers_are_not_compared_blindly(tmp_path: Path) -> None:
     for name in ("run1-dense-mixed", "run2-moe-tp2"):
-        tailscope("ingest", CAPTURES / "vllm-cpu" / name, "-o", tmp_path / name)
+        called("ingest", CAPTURES / "vllm-cpu" / name, "-o", tmp_path / name)
     found = compared(tmp_path / "run1-dense-mixed", tmp_path / "run2-moe-tp2")
     assert found.status in ("cannot-tell", "not-comparable")
     assert found.regressions(0.0) == []

@@ -13,7 +13,7 @@ import pytest
 import rank_worlds
 import worlds
 from numpy.typing import NDArray
-from rank_worlds import World
+from rank_worlds import World, several
 
 from tailscope import registry
 from tailscope.config import Config
@@ -106,7 +106,6 @@ def test_hot_spots_that_move_are_found_and_not_placed_once(tmp_path: Path) -> No
     assert not any("--init-expert-location" in r.flag for r in found.remedies)
 
 
-@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     "changes",
     [
@@ -121,8 +120,8 @@ def test_hot_spots_that_move_are_found_and_not_placed_once(tmp_path: Path) -> No
         ),
     ],
 )  # fmt: skip
-def test_what_is_no_hot_expert_is_not_called_one(tmp_path: Path, seed: int, changes: dict[str, Any]) -> None:
-    status, reason, findings = decided(tmp_path, replace(HOT, seed=seed, **changes))
+def test_what_is_no_hot_expert_is_not_called_one(tmp_path: Path, changes: dict[str, Any]) -> None:
+    status, reason, findings = decided(tmp_path, *several(HOT, range(4), **changes))
     assert findings == []
     assert status in ("clear", "inconclusive"), reason
 
@@ -209,41 +208,43 @@ def test_a_recording_stands_for_tokens_that_profiles_lack(tmp_path: Path) -> Non
 def views(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trace]:
     """A diagnosed trace without anything: the views are there, and empty."""
     table = loads(np.zeros((1, 1, 1), np.int64))
-    with worlds.aligned(tmp_path_factory.mktemp("views") / "t", {"expert_load": table}) as trace:
+    path = worlds.write(tmp_path_factory.mktemp("views") / "t", {"expert_load": table})
+    with Trace(path, threads=1) as trace:
         diagnose(trace, Config())
         yield trace
 
 
 def judged(
-    trace: Trace, work: Floats, tokens: Floats, step_ns: float = 4e6
-) -> tuple[Decision, dict[str, Any]]:
-    """The rule on work (ns) and tokens, rounds x layers x ranks, in steps that take so long in each layer beside it."""
-    rounds, layers, ranks = work.shape
-    step, layer, rank = (place.reshape(-1) for place in np.indices(work.shape))
-    number = step * layers + layer
-    columns = {
-        "window": np.zeros(len(step), np.int64), "group": [""] * len(step), "round": number, "rank": rank, "step": step,
-        "layer": layer, "work_ns": work.reshape(-1).astype(np.int64),
-    }  # fmt: skip
-    spans = np.repeat(np.arange(rounds), ranks)
+    trace: Trace, some: Sequence[tuple[Floats, Floats]], step_ns: float = 4e6
+) -> list[tuple[Decision, dict[str, Any]]]:
+    """The rule on worlds of work (ns) and tokens, rounds x layers x ranks, in steps that take so long in each layer beside it:
+    a window for each, all asked about at once."""
     trace.connection.execute("DELETE FROM expert_work; DELETE FROM rank_rounds; DELETE FROM rank_windows")
-    told = pa.table({**columns, "tokens": pa.array(tokens.reshape(-1)), "recorded": [False] * len(step)})
-    whole = work.max(axis=2).sum(axis=1) + layers * step_ns
-    rows = {
-        "window": np.zeros(len(spans), np.int64), "rank": np.tile(np.arange(ranks), rounds), "step": spans,
-        "start_ns": spans * 10**10, "end_ns": spans * 10**10 + whole[spans].astype(np.int64),
-    }  # fmt: skip
-    for name, table in {
-        "expert_work": told,
-        "rank_rounds": pa.table(rows),
-        "rank_windows": pa.table({"window": [0], "world": ["w"]}),
-    }.items():
-        trace.connection.register("made", table)
-        trace.connection.execute(f"INSERT INTO {name} BY NAME SELECT * FROM made")
-        trace.connection.unregister("made")
+    for window, (work, tokens) in enumerate(some):
+        rounds, layers, ranks = work.shape
+        step, layer, rank = (place.reshape(-1) for place in np.indices(work.shape))
+        number = step * layers + layer
+        columns = {
+            "window": np.full(len(step), window), "group": [""] * len(step), "round": number, "rank": rank, "step": step,
+            "layer": layer, "work_ns": work.reshape(-1).astype(np.int64),
+        }  # fmt: skip
+        spans = np.repeat(np.arange(rounds), ranks)
+        told = pa.table({**columns, "tokens": pa.array(tokens.reshape(-1)), "recorded": [False] * len(step)})
+        whole = work.max(axis=2).sum(axis=1) + layers * step_ns
+        rows = {
+            "window": np.full(len(spans), window), "rank": np.tile(np.arange(ranks), rounds), "step": spans,
+            "start_ns": spans * 10**10, "end_ns": spans * 10**10 + whole[spans].astype(np.int64),
+        }  # fmt: skip
+        for name, table in {
+            "expert_work": told,
+            "rank_rounds": pa.table(rows),
+            "rank_windows": pa.table({"window": [window], "world": ["w"]}),
+        }.items():
+            trace.insert(name, table)
     parameters = {name: value for name, value in RULE.limits.items() if f"${name}" in SQL}
-    [row] = [r for r in trace.rows(SQL, parameters) if r["told_by"] == "work"]
-    return RULE.decide([row], RULE.limits), row
+    by_window = {r["window"]: r for r in trace.rows(SQL, parameters) if r["told_by"] == "work"}
+    assert by_window.keys() == set(range(len(some)))
+    return [(RULE.decide([by_window[i]], RULE.limits), by_window[i]) for i in range(len(some))]
 
 
 @dataclass(frozen=True)
@@ -297,18 +298,16 @@ HOT_ONES = {
 
 @pytest.mark.parametrize("name", QUIET)
 def test_no_false_alarms(views: Trace, name: str) -> None:
-    for seed in range(25):
-        work, tokens, _ = QUIET[name].world(seed)
-        decision, _ = judged(views, work, tokens)
+    some = [QUIET[name].world(seed)[:2] for seed in range(25)]
+    for seed, (decision, _) in enumerate(judged(views, some)):
         assert decision.status in ("clear", "inconclusive"), f"world {seed}: {decision.reason}"
 
 
 @pytest.mark.parametrize("name", HOT_ONES)
 def test_hot_experts_are_found_where_they_cost(views: Trace, name: str) -> None:
     statuses, said, saves = [], [], []
-    for seed in range(25):
-        work, tokens, even = HOT_ONES[name].world(seed)
-        decision, row = judged(views, work, tokens)
+    some = [HOT_ONES[name].world(seed) for seed in range(25)]
+    for (work, _, even), (decision, row) in zip(some, judged(views, [w[:2] for w in some]), strict=True):
         saved = (work.max(axis=2) - even.max(axis=2)).sum()
         # Worlds that lie near the threshold may go either way.
         if saved / row["step_ns"] > 0.08:
@@ -325,9 +324,7 @@ def test_hot_experts_are_found_where_they_cost(views: Trace, name: str) -> None:
 def test_the_stated_error_of_the_slope_holds(views: Trace) -> None:
     covered = []
     for family in (QUIET["even"], QUIET["noise"], HOT_ONES["stays"], HOT_ONES["moves"]):
-        for seed in range(25):
-            work, tokens, _ = family.world(seed)
-            _, row = judged(views, work, tokens)
+        for _, row in judged(views, [family.world(seed)[:2] for seed in range(25)]):
             if not row["bent"]:
                 covered.append(abs(row["ns_per_token"] - family.per_token_ns) <= row["ns_per_token_margin"])
     assert np.mean(covered) >= 0.93 - 0.05  # two standard errors of 100 worlds
@@ -347,7 +344,7 @@ def sets(folder: Path, table: pa.Table) -> list[dict[str, Any]]:
 
 
 def alone(folder: Path, table: pa.Table) -> Decision:
-    with worlds.aligned(folder, {"expert_load": table}) as trace:
+    with Trace(worlds.write(folder, {"expert_load": table}), threads=1) as trace:
         diagnose(trace, Config())
         return judge(trace, RULE, SQL)
 

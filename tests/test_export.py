@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from called import called
 from perfetto_reader import Read, Slice, read
 from real import EXAMPLE, ROOT
 from reports import HOSTILE
@@ -59,9 +62,14 @@ class Case:
         return [s for s in self.read.slices if "/requests " in self.read.path(s.track) and s.depth == 0]
 
 
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    return cache(lambda name: Case(CAPTURED[name], tmp_path_factory.mktemp(name)))
+
+
 @pytest.fixture(scope="module", params=CAPTURED)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return Case(CAPTURED[request.param], tmp_path_factory.mktemp(request.param))
+def case(request: pytest.FixtureRequest, cases: Callable[[str], Case]) -> Case:
+    return cases(request.param)
 
 
 def test_every_request_is_there_with_the_times_it_had(case: Case) -> None:
@@ -175,13 +183,13 @@ def test_both_formats_say_the_same(case: Case) -> None:
 
 
 @pytest.fixture(scope="module")
-def mixed(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return Case(EXAMPLE, tmp_path_factory.mktemp("mixed"))
+def mixed(cases: Callable[[str], Case]) -> Case:
+    return cases("mixed-load")
 
 
 @pytest.fixture(scope="module")
-def straggler(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return Case(CAPTURED["moe-straggler"], tmp_path_factory.mktemp("straggler"))
+def straggler(cases: Callable[[str], Case]) -> Case:
+    return cases("moe-straggler")
 
 
 def request_of(own: Slice) -> Slice:
@@ -405,7 +413,7 @@ def test_the_command_says_what_it_wrote_and_what_it_left_out(mixed: Case, tmp_pa
     ],
 )
 def test_a_mistake_is_one_sentence(mixed: Case, tmp_path: Path, args: list[str], message: str) -> None:
-    done = tailscope("export", "perfetto", mixed.path, *args, cwd=tmp_path)
+    done = called("export", "perfetto", mixed.path, *args, cwd=tmp_path)
     assert done.returncode == 2
     assert message in done.stderr and done.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())

@@ -38,9 +38,11 @@ else:
 """
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    tools = tmp_path / "bin"
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the two runs lie, and what is said of them once they are compared."""
+    place = tmp_path_factory.mktemp("place")
+    tools = place / "bin"
     tools.mkdir()
     for name, text in {
         "gh": GH.format(python=sys.executable),
@@ -49,8 +51,10 @@ def place(tmp_path: Path) -> Path:
         (tools / name).write_text(text)
         (tools / name).chmod(stat.S_IRWXU)
     for side in ("before", "after"):
-        (tmp_path / side).symlink_to(EXAMPLE)
-    return tmp_path
+        (place / side).symlink_to(EXAMPLE)
+    done = run(place, "Compare")
+    assert done.returncode == 0, done.stderr
+    return place
 
 
 def run(place: Path, step: str) -> subprocess.CompletedProcess[str]:
@@ -73,8 +77,6 @@ def run(place: Path, step: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_comment_is_made_once_and_then_kept_up_to_date(place: Path) -> None:
-    done = run(place, "Compare")
-    assert done.returncode == 0, done.stderr
     comment = (place / "comment.md").read_text()
     assert comment.startswith("<!-- tailscope -->\n## Tail latency\n\n**")
     assert len(comment) < 65_536
@@ -92,7 +94,6 @@ def test_the_comment_is_made_once_and_then_kept_up_to_date(place: Path) -> None:
 
 
 def test_the_gate_prints_annotations_and_its_status_is_the_comparisons(place: Path) -> None:
-    assert run(place, "Compare").returncode == 0
     done = run(place, "Gate")
     # Of one trace compared with itself nothing is slower; 4 where it is too short to test anything.
     assert done.returncode in (0, 4), done.stderr

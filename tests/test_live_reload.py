@@ -204,8 +204,11 @@ def answering(answers: dict[str, list[bytes]]) -> Iterator[str]:
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
+        try:
+            yield f"127.0.0.1:{server.server_address[1]}"
+        finally:
+            # A thread that still polls a closed socket is told at once, again and again, that it is closed.
+            server.shutdown()
 
 
 def told(answers: dict[str, list[Any]], polls: int, monkeypatch: pytest.MonkeyPatch) -> str:

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+from called import called
 from rich.table import Table
 from rich.text import Text
-from test_cli import tailscope
 from test_compare import requests, side
 from test_markdown import one_space, shown
 
@@ -75,7 +75,7 @@ def test_a_sweep_is_markdown_too(traces: tuple[Path, Path, Path]) -> None:
 
 @pytest.mark.parametrize("format", ["text", "json", "markdown", "github"])
 def test_the_exit_status_is_the_same_in_every_format(traces: tuple[Path, Path, Path], format: str) -> None:
-    done = tailscope("compare", *traces[:2], "--fail-on-regression", "5%", "--format", format)
+    done = called("compare", *traces[:2], "--fail-on-regression", "5%", "--format", format)
     assert done.returncode == 3, done.stderr
     if format == "github":
         assert all(line.startswith("::") for line in done.stdout.splitlines())

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from called import called
 from real import EXAMPLE
 
 from tailscope.align import Scope
@@ -112,11 +113,11 @@ def test_report_writes_what_diagnose_prints_as_html(trace: Path, tmp_path: Path)
 
 
 def test_what_cannot_be_written_is_one_message(trace: Path, tmp_path: Path) -> None:
-    done = tailscope("report", trace, "-o", tmp_path)
-    assert done.returncode == 2 and b"is a folder; name a file" in done.stderr
-    done = tailscope("report", trace, "-o", tmp_path / "no" / "page.html")
-    assert done.returncode == 2 and b"cannot be written: No such file or directory" in done.stderr
-    assert b"Traceback" not in done.stderr
+    done = called("report", trace, "-o", tmp_path)
+    assert done.returncode == 2 and "is a folder; name a file" in done.stderr
+    done = called("report", trace, "-o", tmp_path / "no" / "page.html")
+    assert done.returncode == 2 and "cannot be written: No such file or directory" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_links_within_the_page_lead_somewhere(example: tuple[Diagnosis, str]) -> None:

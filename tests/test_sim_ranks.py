@@ -323,7 +323,7 @@ def found(folder: Path, some: Sequence[Scenario]) -> dict[str, list[Finding]]:
         for name, rows in profile_tables(outcome(one)).items():
             parts.setdefault(name, []).append(rows)
     tables = {name: pa.concat_tables(rows) for name, rows in parts.items()}
-    with worlds.aligned(folder, tables) as trace:
+    with Trace(worlds.write(folder, tables), threads=1) as trace:
         diagnosis = diagnose(trace, Config())
     checks = {check.rule: check.status for check in diagnosis.checks}
     assert "failed" not in checks.values()

@@ -6,15 +6,15 @@ printed that prints anything like it; a picture's text is a sentence of the page
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
 import sys
 import tempfile
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from called import called
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "tour.md"
@@ -62,15 +62,7 @@ class Words(HTMLParser):
 def run(command: str, folder: Path) -> str:
     name, *args = shlex.split(command)
     assert name == "tailscope", command
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "tailscope", *args],
-        cwd=folder,
-        env={**os.environ, "NO_COLOR": "1", "COLUMNS": "140"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = called(*args, cwd=folder)
     if done.returncode:
         raise SystemExit(f"{command}: {done.stderr.strip()}")
     return done.stdout
