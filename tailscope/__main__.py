@@ -9,6 +9,9 @@ import sys
 
 def main() -> None:
     """Run the command line; a TailscopeError becomes its sentence and exit status, a bug keeps its traceback."""
+    # Our matrices are narrow: on a busy host its threads wait for each other at full load. Read when NumPy is imported.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
     from tailscope.cli import app
     from tailscope.errors import TailscopeError
     from tailscope.safe import printable
