@@ -328,6 +328,13 @@ def test_nothing_to_show_is_said_and_leaves_no_file(mixed: Case, tmp_path: Path)
     assert not list(tmp_path.iterdir())
 
 
+def test_metrics_alone_have_no_timeline(tmp_path: Path) -> None:
+    scraped = EXAMPLE / "metrics.txt.gz"
+    ingest([scraped], tmp_path / "t.parquet", config=Config(), options=Options())
+    with Trace(tmp_path / "t.parquet") as trace, pytest.raises(UsageError, match="tailscope report"):
+        export(trace, Config(), Scope(), tmp_path / "out")
+
+
 # -- hostile traces ---------------------------------------------------------------------------------
 
 

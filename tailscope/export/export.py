@@ -62,6 +62,11 @@ def write(
     trace.connection.execute(SHOWN)
     span = choose(trace, scope, diagnosis.findings if diagnosis else (), most)
     if not span.slices:
+        if not any(trace.has(table) for table in ("requests", "iterations", "rank_events", "events")):
+            raise UsageError(
+                f"{trace.path}: no requests, steps, rank events or log events, of which a timeline is made; what /metrics says is in "
+                f"`tailscope report`"
+            )
         raise UsageError(
             f"{trace.path}: nothing with a time begins in what was asked for, so there is nothing to show"
         )
