@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+# A process on each core: more threads of OpenBLAS only wait for each other.
+export OPENBLAS_NUM_THREADS ?= 1
 # An environment that uv made has none.
 NEEDS_PIP = $(RUN) -m pip --version >/dev/null 2>&1 || $(RUN) -m ensurepip >/dev/null
 

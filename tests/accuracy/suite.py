@@ -138,7 +138,7 @@ def main() -> int:
     )
     parser.add_argument("--family", action="append", help="only this kind; may be given again")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--worlds", type=Path, help="store what became of each world here, a JSON line each")
+    parser.add_argument("--raw", type=Path, help="store what was said of every world here, a line each")
     parser.add_argument("--output", type=Path, help="store the result here instead of in docs/")
     arguments = parser.parse_args()
     known = [family.name for family in FAMILIES]
@@ -163,10 +163,9 @@ def main() -> int:
     results = run_all(todo, arguments.processes)
     form = "short" if arguments.short else "full" if arguments.share >= 1 else "reduced"
     result = scored(results, time.monotonic() - began, form, kept)
-    if arguments.worlds is not None:
-        arguments.worlds.write_text(
-            "".join(json.dumps(world) + "\n" for world in results.get("play", ())), encoding="utf-8"
-        )
+    if arguments.raw is not None:
+        lines = [json.dumps(world, ensure_ascii=False) + "\n" for world in results.get("play", ())]
+        arguments.raw.write_text("".join(lines), encoding="utf-8")
     text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
     if arguments.output is not None:
         arguments.output.write_text(text, encoding="utf-8")
