@@ -142,7 +142,7 @@ class Work:
 
     Features of the cost model; prefill tokens and those computed again after a preemption, whose cost is prefill's;
     the classes' shares of the prefill tokens, the sum of these shares, and the shares of requests that begin in the
-    step. `uneven_s`: how long the ranks of the others waited in each step for an engine with more prefill than they have.
+    step. `uneven_s`: how long ranks waited in each step for those of an engine that has more prefill, or was the last by chance.
     """
 
     base_features: Floats
@@ -194,11 +194,12 @@ def _features(engines: Sequence[Steps], prefill: Sequence[Amounts]) -> tuple[Flo
 
 
 def _uneven(engines: Sequence[Steps], prefill: Sequence[Amounts]) -> Floats:
-    """Seconds of each step in which the ranks of engines that step together waited for one that has more prefill than the others:
-    the profiles show its ranks late, but they are not slow.
+    """Seconds of each step in which the ranks of engines that step together waited for one that is not slow: it has more prefill than
+    the others, or is the last one by chance, as each is now and then.
 
     What a token takes is how the lateness of its engine's ranks grows with it. That of a slow rank grows by more, so it is learnt
-    from the engines but the one that makes the others wait longest where no prefill does.
+    from the engines but the one that makes the others wait longest where no prefill does. Chance is what most engines make the
+    others wait for beyond that.
     """
     late = [np.nan_to_num(steps.caused_ns) / 1e9 for steps in engines]
     waited = np.zeros(len(late[0]))
@@ -209,21 +210,29 @@ def _uneven(engines: Sequence[Steps], prefill: Sequence[Amounts]) -> Floats:
         np.maximum(own - np.delete(amounts, e, axis=0).max(axis=0), 0.0) for e, own in enumerate(amounts)
     ]
     even = amounts[:, :, 0].max(axis=0) == 0
-    slowest = int(np.argmax([caused[even].sum() for caused in late]))
+    takes = _prefill_takes(late, beyond, slowest=int(np.argmax([caused[even].sum() for caused in late])))
+    by_prefill = [np.minimum(caused, more @ takes) for caused, more in zip(late, beyond, strict=True)]
+    rest = [caused - part for caused, part in zip(late, by_prefill, strict=True)]
+    usual = sorted(float(part.sum()) for part in rest)[(len(engines) - 1) // 2]
+    for part, beyond_that in zip(by_prefill, rest, strict=True):
+        waited += part + beyond_that * min(1.0, usual / max(float(beyond_that.sum()), 1e-12))
+    return waited
+
+
+def _prefill_takes(late: Sequence[Floats], beyond: Sequence[Floats], slowest: int) -> Floats:
+    """Seconds for each of the amounts `beyond` those of the other engines, learnt from the lateness of all but the `slowest`; 0 where
+    too few steps tell."""
     told = [(caused > 0) & (more[:, 0] > 0) for caused, more in zip(late, beyond, strict=True)]
-    others = [e for e in range(len(engines)) if e != slowest]
-    if sum(int(told[e].sum()) for e in others) < MIN_UNEVEN_STEPS:
-        others = list(range(len(engines)))
-    more, caused = (np.concatenate([each[e][told[e]] for e in others]) for each in (beyond, late))
+    chosen = [e for e in range(len(late)) if e != slowest]
+    if sum(int(told[e].sum()) for e in chosen) < MIN_UNEVEN_STEPS:
+        chosen = list(range(len(late)))
+    more, caused = (np.concatenate([each[e][told[e]] for e in chosen]) for each in (beyond, late))
     if len(caused) < MIN_UNEVEN_STEPS:
-        return waited
+        return np.zeros(more.shape[1])
     # An engine whose prefill makes up for another's slow rank is late by so much less.
     one = np.ones(len(caused))
     features = np.column_stack([one, -one, more])
-    takes = robust_fit(features, caused, 1 / np.sqrt(np.maximum(caused, np.median(caused))), ROUNDS)[2:]
-    for each, mine in zip(late, beyond, strict=True):
-        waited += np.minimum(each, mine @ takes)
-    return waited
+    return robust_fit(features, caused, 1 / np.sqrt(np.maximum(caused, np.median(caused))), ROUNDS)[2:]
 
 
 def _prefill_amounts(steps: Steps, own: OwnPrefill) -> Amounts:

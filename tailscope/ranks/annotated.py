@@ -1,12 +1,13 @@
 """Which step of the engine each annotated step of a profile is.
 
 An annotation encloses what the host did for a step: with asynchronous scheduling it ends before its step begins to count, on a
-CPU as its step ends. How many steps it is ahead changes only where one of both sides lacks a step, and batches tell: so the lag
-of most steps around counts, where their batches are known, and time alone only where none is.
+CPU as its step ends; and its host's clock may be off. How many steps it is ahead changes only where one of both sides lacks a
+step, and batches tell, where they differ. What the clock is off by is learnt from those; then time tells the others.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,18 @@ from scipy.ndimage import median_filter, uniform_filter1d
 from tailscope.stats import Floats, Ints
 from tailscope.store import Trace, floats, schema_of
 
-#: Steps around one, among whose lags that of most is taken; and how far apart lags may be.
-AROUND, LAGS = 33, range(-2, 4)
+#: Steps around one, among whose lags that of most is taken.
+AROUND = 33
+#: Steps that a host's clock may be off by, and those that it is once that is taken off.
+FAR_LAGS, LAGS = np.arange(-16, 17), np.arange(-2, 3)
+#: A lag is clear where so many more of those around have the same batch than at any other; from so many on the clock's offset is
+#: learnt, by the median of so many.
+CLEAR, LEAST, DRIFTS = 0.1, 8, 129
 #: One batch that is the same counts as half of all around being so.
 OWN = 0.5
 #: More different lags than these are no lags: annotations and steps have next to nothing to do with each other.
-MOST_LAGS = 64
-#: An annotation this long before a step is none of it, ns.
+MOST_LAGS = 128
+#: An annotation this long before or after a step is none of it, ns.
 AHEAD_NS = 1_000_000_000
 
 _ROWS = schema_of(
@@ -75,15 +81,7 @@ def write_rank_steps(trace: Trace) -> None:
         steps = tiles[name]
         if not len(steps["k"]):
             continue
-        start_ns, end_ns = (np.asarray(part[column], np.int64) for column in ("start_ns", "end_ns"))
-        index, alike = placed(
-            start_ns,
-            end_ns,
-            _batches({c: part[c].to_numpy(zero_copy_only=False) for c in _BATCH}),
-            np.asarray(steps["start_ns"], np.int64),
-            np.asarray(steps["end_ns"], np.int64),
-            _batches(steps),
-        )
+        index, alike = placed(_annotated(part), _annotated(steps))
         some = index >= 0
         rows = part.filter(pa.array(some))
         columns = {
@@ -96,36 +94,80 @@ def write_rank_steps(trace: Trace) -> None:
         )
 
 
-_BATCH = ("prefill_tokens", "decode_requests")
+@dataclass(frozen=True)
+class Annotated:
+    """Annotated steps of a profile or steps of an engine, in the order of their ends. `batch`: prefill tokens and decode requests,
+    NaN where they are not known."""
+
+    start_ns: Ints
+    end_ns: Ints
+    batch: Floats
 
 
-def _batches(columns: dict[str, Any]) -> Floats:
-    return np.column_stack([floats(columns[name]) for name in _BATCH])
+def _annotated(columns: Any) -> Annotated:
+    start_ns, end_ns = (np.asarray(columns[name], np.int64) for name in ("start_ns", "end_ns"))
+    batch = [floats(np.asarray(columns[name], np.float64)) for name in ("prefill_tokens", "decode_requests")]
+    return Annotated(start_ns, end_ns, np.column_stack(batch))
 
 
-def placed(
-    start_ns: Ints, end_ns: Ints, batch: Floats, step_start_ns: Ints, step_end_ns: Ints, step_batch: Floats
-) -> tuple[NDArray[np.intp], NDArray[np.int8]]:
+def placed(mine: Annotated, steps: Annotated) -> tuple[NDArray[np.intp], NDArray[np.int8]]:
     """The index of each annotation's step, -1 for none, and whether their batches are the same (1, 0, -1 where one is not known).
 
-    Annotations and steps in the order of their ends; `batch`: prefill tokens and decode requests of each, NaN where they are not
-    known. No two annotations have the same step.
+    No two annotations have the same step.
     """
-    n, number = len(end_ns), np.arange(len(end_ns))
-    near = np.searchsorted(step_end_ns, end_ns)
-    usual = median_filter(near - number, size=min(AROUND, 2 * (n // 2) + 1), mode="nearest")
-    lags = np.array(LAGS)
+    when, marks = mine.end_ns, steps.end_ns
+    far = _chosen(mine, steps, when, marks, FAR_LAGS)
+    certain = far.clear & (far.alike == 1)
+    if np.count_nonzero(certain) >= LEAST:
+        # What the host's clock is off by, and how far ahead it runs, in one: of the steps' starts or ends what varies less.
+        apart = [when[certain] - m[far.index[certain]] for m in (steps.start_ns, steps.end_ns)]
+        marks = (steps.start_ns, steps.end_ns)[
+            int(np.argmin([np.median(np.abs(a - np.median(a))) for a in apart]))
+        ]
+        off = median_filter(
+            (when[certain] - marks[far.index[certain]]).astype(np.float64), size=DRIFTS, mode="nearest"
+        )
+        when = when - np.interp(when, when[certain], off).astype(np.int64)
+    near = _chosen(mine, steps, when, marks, LAGS)
+    # Two steps of a profile cannot be one of the engine's.
+    order = np.lexsort((near.apart, -near.alike, near.index))
+    first = np.ones(len(order), bool)
+    first[order[1:]] = near.index[order[1:]] != near.index[order[:-1]]
+    return np.where(near.fits & first, near.index, -1), near.alike
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """A step for each annotation: its index, whether it is possible, whether the batches are the same (see `placed`), how far apart
+    they are (ns), and whether no other lag has nearly as many votes."""
+
+    index: NDArray[np.intp]
+    fits: NDArray[np.bool_]
+    alike: NDArray[np.int8]
+    apart: Floats
+    clear: NDArray[np.bool_]
+
+
+def _chosen(mine: Annotated, steps: Annotated, when: Ints, marks: Ints, lags: Ints) -> _Chosen:
+    """Of the steps so many `lags` after the one whose mark is next to `when`, the one at the lag of most around that have the same
+    batch; of lags with as many the one whose mark is the nearest."""
+    n, number = len(when), np.arange(len(when))
+    after = np.clip(np.searchsorted(marks, when), 0, len(marks) - 1)
+    before = np.maximum(after - 1, 0)
+    next_to = np.where(np.abs(marks[before] - when) < np.abs(marks[after] - when), before, after)
+    usual = median_filter(next_to - number, size=AROUND, mode="nearest")
     index = number[:, None] + usual[:, None] + lags
-    inside = np.clip(index, 0, len(step_end_ns) - 1)
+    inside = np.clip(index, 0, len(marks) - 1)
+    shift = (when - mine.end_ns)[:, None]
     possible: NDArray[np.bool_] = (
         np.equal(index, inside)
-        & (step_end_ns[inside] > start_ns[:, None])
-        & (step_start_ns[inside] < end_ns[:, None] + AHEAD_NS)
+        & (steps.end_ns[inside] > mine.start_ns[:, None] + shift - AHEAD_NS)
+        & (steps.start_ns[inside] < mine.end_ns[:, None] + shift + AHEAD_NS)
     )
-    told, step_told = (~np.isnan(values.sum(axis=1)) for values in (batch, step_batch))
+    told, step_told = (~np.isnan(side.batch.sum(axis=1)) for side in (mine, steps))
     known = told[:, None] & step_told[inside]
-    same = np.all(batch[:, None, :] == step_batch[inside], axis=2) & possible & known
-    apart = np.abs(step_end_ns[inside] - end_ns[:, None]).astype(np.float64)
+    same = np.all(mine.batch[:, None, :] == steps.batch[inside], axis=2) & possible & known
+    apart = np.abs(marks[inside] - when[:, None]).astype(np.float64)
     # A lag is of the steps' count, so that it means the same in all rows around.
     values, column = np.unique(usual[:, None] + lags, return_inverse=True)
     column = column.reshape(index.shape)
@@ -134,15 +176,13 @@ def placed(
         by_lag = np.zeros((n, len(values)), np.float32)
         by_lag[number[:, None], column] = same
         votes = uniform_filter1d(by_lag, AROUND, axis=0, mode="nearest")[number[:, None], column]
-    score = votes + OWN * same
-    # Of lags with as many votes the one whose step ended at about that time.
-    order = np.lexsort((apart, -np.where(possible, np.round(score, 4), -1.0)), axis=1)
-    best = order[:, 0]
-    chosen = index[number, best]
-    fits = possible[number, best]
-    alike = np.where(known[number, best], same[number, best].astype(np.int8), -1).astype(np.int8)
-    # Two steps of a profile cannot be one of the engine's.
-    rank = np.lexsort((apart[number, best], -alike, chosen))
-    first = np.ones(n, bool)
-    first[rank[1:]] = chosen[rank[1:]] != chosen[rank[:-1]]
-    return np.where(fits & first, chosen, -1), alike
+    score = np.where(possible, np.round(votes + OWN * same, 4), -1.0)
+    order = np.lexsort((apart, -score), axis=1)
+    best, second = order[:, 0], order[:, 1]
+    return _Chosen(
+        index[number, best],
+        possible[number, best],
+        np.where(known[number, best], same[number, best].astype(np.int8), -1).astype(np.int8),
+        apart[number, best],
+        score[number, best] >= score[number, second] + CLEAR,
+    )

@@ -1,14 +1,32 @@
 -- step_evidence: per step of the engine, how long its ranks stood in collectives because one rank's own work made it late,
 -- and how much longer than usual transfers of their size took. Of the engine's ranks the one that lost most counts.
 -- caused_ns: of the time lost to a late rank what the engine's own ranks made all of them lose.
+--
+-- By chance each of an engine's ranks is the last one now and then. What the ranks make the others wait for is a late one's only
+-- beyond what most of them do; engines that step together have work of their own, so that the ledger judges them.
 CREATE OR REPLACE TEMP TABLE step_evidence AS
-WITH rounds AS (
+WITH told AS (
     SELECT "window", "group", round, max(own_ns) AS late_ns, arg_max(rank, own_ns) AS late_rank, max(slow_ns) AS slow_ns
     FROM rank_rounds
     WHERE complete
     GROUP BY "window", "group", round
     -- Below three times the clocks' error nothing is known of arrivals.
     HAVING max(own_ns) = 0 OR max(caused_ns) > 3 * max(error_ns) OR max(slow_ns) > 0
+),
+caused AS (SELECT "window", "group", late_rank AS rank, sum(late_ns) AS late_ns FROM told GROUP BY ALL),
+members AS (
+    SELECT r."window", r."group", r.rank, w.engine, coalesce(c.late_ns, 0) AS late_ns
+    FROM (SELECT DISTINCT "window", "group", rank FROM rank_rounds) r
+    JOIN rank_windows w ON w."window" = r."window" AND w.rank = r.rank AND w.used
+    LEFT JOIN caused c ON c."window" = r."window" AND c."group" = r."group" AND c.rank = r.rank
+),
+usual AS (
+    SELECT "window", "group", quantile_disc(late_ns, 0.5) AS late_ns FROM members GROUP BY ALL HAVING count(DISTINCT engine) <= 1
+),
+rounds AS (
+    SELECT t.* REPLACE (t.late_ns * greatest(1 - coalesce(u.late_ns, 0) / greatest(c.late_ns, 1), 0) AS late_ns)
+    FROM told t LEFT JOIN usual u USING ("window", "group")
+    LEFT JOIN caused c ON c."window" = t."window" AND c."group" = t."group" AND c.rank = t.late_rank
 ),
 lost AS (
     SELECT s.instance, s.engine, s.k, r.rank, sum(o.late_ns) AS late_ns, sum(o.slow_ns) AS slow_ns,

@@ -344,9 +344,9 @@ def summarise(results: Sequence[Result]) -> list[Result]:
         own = [r["covers"] for r in results if r["test"] == "bursts" and r["phi"] == phi]
         stated = [covers for covers in own if covers is not None]
         if stated:
-            name = f"interval of p99 in AR({phi:g}) bursts, where it is stated: {len(stated) / len(own):.0%} of windows"
-            bar = f"≥ {BURSTS_COVER:.0%}"
-            rows.append(share_of(name, sum(stated), len(stated), bar, BURSTS_COVER, 1.0, share_01=None))
+            name, bar = f"interval of p99 in AR({phi:g}) bursts, where it is stated", f"≥ {BURSTS_COVER:.0%}"
+            of_all: Result = {"share_01": None, "of": len(own)}
+            rows.append(share_of(name, sum(stated), len(stated), bar, BURSTS_COVER, 1.0, **of_all))
     return rows + _pairs([r for r in results if r["test"] == "pair"])
 
 

@@ -79,7 +79,7 @@ def _nulls(result: Mapping[str, Any]) -> str:
     rows = [
         (
             n["name"],
-            f"{n['n']:,}",
+            f"{n['n']:,}" + (f" of {n['of']:,}" if "of" in n else ""),
             f"{n['share']:.1%}",
             f"{n['low']:.1%}–{n['high']:.1%}",
             n["bar"],
