@@ -134,6 +134,8 @@ class OwnPrefill:
 Amounts: TypeAlias = list[Floats]
 #: From so many steps with prefill of one engine alone it is learnt what that takes.
 MIN_UNEVEN_STEPS = 8
+#: A rank that makes the others wait so many times as long as most do is late, not the last by chance.
+MORE = 2.0
 
 
 @dataclass(frozen=True)
@@ -198,13 +200,12 @@ def _uneven(engines: Sequence[Steps], prefill: Sequence[Amounts]) -> Floats:
     the others, or is the last one by chance, as each is now and then.
 
     What a token takes is how the lateness of its engine's ranks grows with it. That of a slow rank grows by more, so it is learnt
-    from the engines but the one that makes the others wait longest where no prefill does. Chance is what most engines make the
-    others wait for beyond that.
+    from the engines but the one that makes the others wait longest where no prefill does. Where beyond that none makes the others
+    wait twice as long as most do, all are last by chance.
     """
     late = [np.nan_to_num(steps.caused_ns) / 1e9 for steps in engines]
-    waited = np.zeros(len(late[0]))
     if len(engines) == 1 or not any(caused.any() for caused in late):
-        return waited
+        return np.zeros(len(late[0]))
     amounts = np.array([np.column_stack(each[1:]) for each in prefill])
     beyond = [
         np.maximum(own - np.delete(amounts, e, axis=0).max(axis=0), 0.0) for e, own in enumerate(amounts)
@@ -213,10 +214,9 @@ def _uneven(engines: Sequence[Steps], prefill: Sequence[Amounts]) -> Floats:
     takes = _prefill_takes(late, beyond, slowest=int(np.argmax([caused[even].sum() for caused in late])))
     by_prefill = [np.minimum(caused, more @ takes) for caused, more in zip(late, beyond, strict=True)]
     rest = [caused - part for caused, part in zip(late, by_prefill, strict=True)]
-    usual = sorted(float(part.sum()) for part in rest)[(len(engines) - 1) // 2]
-    for part, beyond_that in zip(by_prefill, rest, strict=True):
-        waited += part + beyond_that * min(1.0, usual / max(float(beyond_that.sum()), 1e-12))
-    return waited
+    total = sorted(float(part.sum()) for part in rest)
+    by_chance = total[-1] < MORE * total[(len(engines) - 1) // 2]
+    return np.asarray(np.sum(late if by_chance else by_prefill, axis=0))
 
 
 def _prefill_takes(late: Sequence[Floats], beyond: Sequence[Floats], slowest: int) -> Floats:

@@ -106,8 +106,8 @@ class Annotated:
 
 def _annotated(columns: Any) -> Annotated:
     start_ns, end_ns = (np.asarray(columns[name], np.int64) for name in ("start_ns", "end_ns"))
-    batch = [floats(np.asarray(columns[name], np.float64)) for name in ("prefill_tokens", "decode_requests")]
-    return Annotated(start_ns, end_ns, np.column_stack(batch))
+    batch = np.column_stack([floats(columns[name]) for name in ("prefill_tokens", "decode_requests")])
+    return Annotated(start_ns, end_ns, batch)
 
 
 def placed(mine: Annotated, steps: Annotated) -> tuple[NDArray[np.intp], NDArray[np.int8]]:
@@ -169,8 +169,8 @@ def _chosen(mine: Annotated, steps: Annotated, when: Ints, marks: Ints, lags: In
     same = np.all(mine.batch[:, None, :] == steps.batch[inside], axis=2) & possible & known
     apart = np.abs(marks[inside] - when[:, None]).astype(np.float64)
     # A lag is of the steps' count, so that it means the same in all rows around.
-    values, column = np.unique(usual[:, None] + lags, return_inverse=True)
-    column = column.reshape(index.shape)
+    values = np.unique(np.unique(usual)[:, None] + lags)
+    column = np.searchsorted(values, usual[:, None] + lags)
     votes = same.astype(np.float32)
     if len(values) <= MOST_LAGS:
         by_lag = np.zeros((n, len(values)), np.float32)

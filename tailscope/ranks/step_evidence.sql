@@ -2,8 +2,8 @@
 -- and how much longer than usual transfers of their size took. Of the engine's ranks the one that lost most counts.
 -- caused_ns: of the time lost to a late rank what the engine's own ranks made all of them lose.
 --
--- By chance each of an engine's ranks is the last one now and then. What the ranks make the others wait for is a late one's only
--- beyond what most of them do; engines that step together have work of their own, so that the ledger judges them.
+-- By chance each of an engine's ranks is the last one now and then: where none makes the others wait twice as long as most do, none is
+-- late. Engines that step together have work of their own, so that the ledger judges them.
 CREATE OR REPLACE TEMP TABLE step_evidence AS
 WITH told AS (
     SELECT "window", "group", round, max(own_ns) AS late_ns, arg_max(rank, own_ns) AS late_rank, max(slow_ns) AS slow_ns
@@ -20,13 +20,13 @@ members AS (
     JOIN rank_windows w ON w."window" = r."window" AND w.rank = r.rank AND w.used
     LEFT JOIN caused c ON c."window" = r."window" AND c."group" = r."group" AND c.rank = r.rank
 ),
-usual AS (
-    SELECT "window", "group", quantile_disc(late_ns, 0.5) AS late_ns FROM members GROUP BY ALL HAVING count(DISTINCT engine) <= 1
+by_chance AS (
+    SELECT "window", "group" FROM members GROUP BY ALL
+    HAVING count(DISTINCT engine) <= 1 AND max(late_ns) < 2 * quantile_disc(late_ns, 0.5)
 ),
 rounds AS (
-    SELECT t.* REPLACE (t.late_ns * greatest(1 - coalesce(u.late_ns, 0) / greatest(c.late_ns, 1), 0) AS late_ns)
-    FROM told t LEFT JOIN usual u USING ("window", "group")
-    LEFT JOIN caused c ON c."window" = t."window" AND c."group" = t."group" AND c.rank = t.late_rank
+    SELECT t.* REPLACE (CASE WHEN c."window" IS NULL THEN t.late_ns ELSE 0 END AS late_ns)
+    FROM told t LEFT JOIN by_chance c USING ("window", "group")
 ),
 lost AS (
     SELECT s.instance, s.engine, s.k, r.rank, sum(o.late_ns) AS late_ns, sum(o.slow_ns) AS slow_ns,
