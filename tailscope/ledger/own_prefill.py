@@ -199,9 +199,9 @@ def _uneven(engines: Sequence[Steps], prefill: Sequence[Amounts]) -> Floats:
     """Seconds of each step in which the ranks of engines that step together waited for one that is not slow: it has more prefill than
     the others, or is the last one by chance, as each is now and then.
 
-    What a token takes is how the lateness of its engine's ranks grows with it. That of a slow rank grows by more, so it is learnt
-    from the engines but the one that makes the others wait longest where no prefill does. Where beyond that none makes the others
-    wait twice as long as most do, all are last by chance.
+    What a token takes is how the lateness of its engine's ranks grows with it. That of a slow rank grows by more: by as much more as
+    it makes steps longer that have no prefill. So it is learnt from the other engines; where these are hardly ever late, from the
+    slow one's, less that. Where beyond prefill none makes the others wait twice as long as most do, all are last by chance.
     """
     late = [np.nan_to_num(steps.caused_ns) / 1e9 for steps in engines]
     if len(engines) == 1 or not any(caused.any() for caused in late):
@@ -211,7 +211,16 @@ def _uneven(engines: Sequence[Steps], prefill: Sequence[Amounts]) -> Floats:
         np.maximum(own - np.delete(amounts, e, axis=0).max(axis=0), 0.0) for e, own in enumerate(amounts)
     ]
     even = amounts[:, :, 0].max(axis=0) == 0
-    takes = _prefill_takes(late, beyond, slowest=int(np.argmax([caused[even].sum() for caused in late])))
+    slowest = int(np.argmax([caused[even].sum() for caused in late]))
+    others = [e for e in range(len(engines)) if e != slowest]
+    takes = _prefill_takes([late[e] for e in others], [beyond[e] for e in others])
+    if takes is None:
+        tile_s = float((engines[0].end_ns - engines[0].start_ns)[even].sum()) / 1e9
+        takes = _prefill_takes([late[slowest]], [beyond[slowest]])
+        if takes is not None and tile_s > 0:
+            takes = takes * max(1 - float(late[slowest][even].sum()) / tile_s, 0.0)
+    if takes is None:
+        takes = np.zeros(amounts.shape[2])
     by_prefill = [np.minimum(caused, more @ takes) for caused, more in zip(late, beyond, strict=True)]
     rest = [caused - part for caused, part in zip(late, by_prefill, strict=True)]
     total = sorted(float(part.sum()) for part in rest)
@@ -219,16 +228,13 @@ def _uneven(engines: Sequence[Steps], prefill: Sequence[Amounts]) -> Floats:
     return np.asarray(np.sum(late if by_chance else by_prefill, axis=0))
 
 
-def _prefill_takes(late: Sequence[Floats], beyond: Sequence[Floats], slowest: int) -> Floats:
-    """Seconds for each of the amounts `beyond` those of the other engines, learnt from the lateness of all but the `slowest`; 0 where
-    too few steps tell."""
+def _prefill_takes(late: Sequence[Floats], beyond: Sequence[Floats]) -> Floats | None:
+    """Seconds for each of the amounts that engines have `beyond` the others, from how `late` they are; None where too few steps tell."""
     told = [(caused > 0) & (more[:, 0] > 0) for caused, more in zip(late, beyond, strict=True)]
-    chosen = [e for e in range(len(late)) if e != slowest]
-    if sum(int(told[e].sum()) for e in chosen) < MIN_UNEVEN_STEPS:
-        chosen = list(range(len(late)))
-    more, caused = (np.concatenate([each[e][told[e]] for e in chosen]) for each in (beyond, late))
-    if len(caused) < MIN_UNEVEN_STEPS:
-        return np.zeros(more.shape[1])
+    if sum(int(some.sum()) for some in told) < MIN_UNEVEN_STEPS:
+        return None
+    caused = np.concatenate([each[some] for each, some in zip(late, told, strict=True)])
+    more = np.concatenate([each[some] for each, some in zip(beyond, told, strict=True)])
     # An engine whose prefill makes up for another's slow rank is late by so much less.
     one = np.ones(len(caused))
     features = np.column_stack([one, -one, more])
