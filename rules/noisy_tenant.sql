@@ -11,7 +11,6 @@ SELECT
     (SELECT sum(mean_tokens) FROM tenants) AS all_mean_tokens,
     (SELECT max(max_num_seqs) FROM configured) AS max_num_seqs,
     (SELECT max(max_num_batched_tokens) FROM configured) AS budget,
-    -- Steps that do not cover the requests (another zone, another time) say nothing of them.
     steps_cover_requests() AS has_steps
 FROM tenants t
 LEFT JOIN tenant_blame b ON b.culprit = t.tenant

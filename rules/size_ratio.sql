@@ -45,7 +45,6 @@ SELECT
     (SELECT max(r.n) FROM class_rows r WHERE r.klass = k.klass AND r.metric <> 'ITL') AS class_requests,
     coalesce(t.blamed_s, 0) AS blamed_s, t.tail_s, coalesce(t.long_tail_s, 0) AS long_tail_s,
     o.*, w.*, b.*,
-    -- Steps that do not cover the requests (another zone, another time) say nothing of them.
     steps_cover_requests() AS has_steps
 FROM class_rows k
 LEFT JOIN pools p ON true

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import numpy as np
 import numpy.typing as npt
 
-from tailscope.scan import Scan, listed, quote, scan, types_of
+from tailscope.scan import Scan, connect, listed, quote, scan, types_of
 from tailscope.schema import REQUESTS, Table
 
 #: Beyond it DuckDB spills to a temporary folder.
@@ -41,15 +42,13 @@ def find_known(table: Table, new: Sequence[Path], stored: Sequence[Path], source
     if not stored and not keyed and len(sources) == 1:
         return known
     with tempfile.TemporaryDirectory(prefix="tailscope-") as spill:
-        config: dict[str, str | bool | int | float | list[str]] = {
+        config: dict[str, Any] = {
             "threads": 2,
             "memory_limit": MEMORY,
             "temp_directory": spill,
             "preserve_insertion_order": False,
         }
-        with closing(duckdb.connect(config=config)) as con:
-            # In a child process DuckDB takes itself for interactive.
-            con.execute("SET enable_progress_bar = false")
+        with closing(connect(config)) as con:
             old = scan(con, table, map(str, stored)) if stored else None
             _number(con, table, new, sources)
             # Without keys one part at a time will do, which bounds memory.

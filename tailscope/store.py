@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from tailscope.errors import BadInput, UsageError
 from tailscope.layout import PARTITION, partition_of, visible_parts
-from tailscope.scan import first_line, identifier, quote, scan, types_of
+from tailscope.scan import connect, first_line, identifier, quote, scan, types_of
 from tailscope.schema import BY_NAME, SCHEMA_VERSION, TABLES, Table
 
 #: How far ahead of the one that wrote it down the clock of a row may be.
@@ -92,9 +92,7 @@ class Trace:
         if threads:
             config["threads"] = threads
         try:
-            self.connection = duckdb.connect(config=config)
-            # Else it draws bars into what a program without a terminal prints.
-            self.connection.execute("SET enable_progress_bar = false")
+            self.connection = connect(config)
         except duckdb.Error as error:
             shutil.rmtree(self._spill, ignore_errors=True)
             what = f"--memory-limit {memory_limit!r}" if memory_limit else f"threads {threads}"

@@ -31,6 +31,14 @@ TOLD = {
 BOTH = "arrival prompt_tokens output_tokens"
 
 
+def written(rows: list[dict[str, str]], place: Path) -> Path:
+    with place.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return place
+
+
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The log that ships, with a queue of a quarter of each TTFT and a prefill of the rest."""
@@ -40,11 +48,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for row in rows:
         ttft = float(row["firstTokenMs"])
         row |= {"waitedMs": str(ttft / 4), "prefillMs": str(ttft * 3 / 4)}
-    with place.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    return place
+    return written(rows, place)
 
 
 def diagnosed(log: Path, folder: Path, columns: str, config: Config | None = None) -> Diagnosis:
@@ -113,11 +117,7 @@ def blanked(log: Path, folder: Path, column_of: Mapping[int, str]) -> Path:
     for number, row in enumerate(rows):
         if number % 3 in column_of:
             row[column_of[number % 3]] = ""
-    with place.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    return place
+    return written(rows, place)
 
 
 def test_a_comparison_counts_whom_a_diagnosis_counts(log: Path, tmp_path: Path) -> None:

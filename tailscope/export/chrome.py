@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-import duckdb
 import numpy as np
 import orjson
 import pyarrow as pa
@@ -13,6 +12,7 @@ import pyarrow as pa
 from tailscope.export.timeline import Batch, Counters, Mark, Slices, Timeline, arrow
 from tailscope.render.words import sentence
 from tailscope.safe import printable
+from tailscope.scan import connect
 from tailscope.stats import Ints
 
 CATEGORY = "tailscope"
@@ -26,7 +26,7 @@ class Writer:
         self.slices = 0
         self.counters = 0
         # Rows become JSON in DuckDB, which escapes every text; nothing of a trace is ever read from there.
-        self.con = duckdb.connect(config={"threads": 1})
+        self.con = connect({"threads": 1})
 
     def write(self, timeline: Timeline) -> None:
         self.first_ns = timeline.first_ns

@@ -58,7 +58,8 @@ class Coupling:
 def write_coupling(trace: Trace) -> None:
     """Fill `coupling` for each victim class of enough requests and each culprit class of longer prompts."""
     victims = trace.rows(
-        f"SELECT klass, count(*) AS n, median(prompt_tokens) AS size FROM joined WHERE {KNOWN} GROUP BY klass ORDER BY klass"
+        f"SELECT klass, count(*) AS n, count(*) FILTER (WHERE {known('TTFT')}) AS ttft, median(prompt_tokens) AS size FROM joined "
+        f"WHERE {KNOWN} GROUP BY klass ORDER BY klass"
     )
     rows: list[Coupling] = []
     for victim in victims:
@@ -74,13 +75,8 @@ def write_coupling(trace: Trace) -> None:
 
 def _test(trace: Trace, victim: dict[str, Any], culprit: dict[str, Any]) -> Coupling:
     con = trace.connection
-    of = {"klass": victim["klass"]}
-    [told] = trace.rows(
-        f"SELECT count(*) FILTER (WHERE {known('TTFT')}) AS ttft, count(*) AS n FROM joined WHERE klass = $klass AND {KNOWN}",
-        of,
-    )
     # One metric for all of them: those of which only the other is known cannot be held against these.
-    metric = "TTFT" if 2 * told["ttft"] >= told["n"] else "E2E"
+    metric = "TTFT" if 2 * victim["ttft"] >= victim["n"] else "E2E"
     latency, beyond_ttft = f"j.{COLUMNS[metric]}", "0" if metric == "TTFT" else "coalesce(j.output_tokens, 0)"
     requests = con.execute(
         f"""
@@ -95,9 +91,9 @@ def _test(trace: Trace, victim: dict[str, Any], culprit: dict[str, Any]) -> Coup
                coalesce(j.prompt_tokens - coalesce(j.cached_tokens, 0), 0)::DOUBLE AS tokens,
                j.ttft_ns IS NOT NULL AND j.e2e_ns IS NOT NULL AS timed, ({beyond_ttft})::DOUBLE AS output
         FROM joined j LEFT JOIN met ON met.id = j.rid
-        WHERE j.klass = $klass AND {known(metric)} ORDER BY j.instance, j.arrival_ns
+        WHERE j.klass = $victim AND {known(metric)} ORDER BY j.instance, j.arrival_ns
         """,
-        {**of, "culprit": culprit["klass"], "least": COUPLED_NS},
+        {"victim": victim["klass"], "culprit": culprit["klass"], "least": COUPLED_NS},
     ).fetchnumpy()
     times, ttft = np.asarray(requests["arrival_ns"], np.int64), np.asarray(requests["ttft_s"], np.float64)
     instance, coupled = np.asarray(requests["instance"]).astype(str), np.asarray(requests["coupled"], bool)

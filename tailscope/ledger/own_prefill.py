@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from tailscope.ledger.cost import ROUNDS, CostModels
 from tailscope.ledger.steps import Place, Prefills, Steps
+from tailscope.ranks.compared import MORE
 from tailscope.stats import Floats, active, prefix_sums, robust_fit
 
 
@@ -134,8 +135,6 @@ class OwnPrefill:
 Amounts: TypeAlias = list[Floats]
 #: From so many steps with prefill of one engine alone it is learnt what that takes.
 MIN_UNEVEN_STEPS = 8
-#: A rank that makes the others wait so many times as long as most do is late, not the last by chance.
-MORE = 2.0
 
 
 @dataclass(frozen=True)

@@ -174,13 +174,14 @@ def _write_group(trace: Trace, ledger: Ledger, instance: str, tenant: str | None
     good_share, bad = bad_blocks(found, block)
     in_bad = bad[block]
     length = _lengths(g.arrival_ns, block)
-    share_there = np.bincount(block, weights=found, minlength=count) / np.bincount(block, minlength=count)
+    hits = np.bincount(block, weights=found, minlength=count).astype(np.float64)
+    share_there = hits / np.bincount(block, minlength=count)
     others_came = False
     if bad.any():
         pressed = (_mean(g.kv[in_bad]) or 0.0) >= PRESSED
         episode = whole(bad, share_there <= good_share - BESIDE)
         # Where the cache is pressed then it may have lost what it had in spite of that.
-        others_came = not pressed and as_ever(share_there * np.bincount(block), length, episode)
+        others_came = not pressed and as_ever(hits, length, episode)
     lost = np.zeros(n)
     if not others_came:
         # Of those who found nothing in a bad block some would not have in a good one either.

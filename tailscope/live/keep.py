@@ -37,7 +37,7 @@ from tailscope.layout import (
 from tailscope.live.journal import Damaged, Segment, segments
 from tailscope.model import request_key
 from tailscope.parts import COMPRESSION, ROW_GROUP_ROWS, Placement, TraceWriter, part_metadata, write_part
-from tailscope.scan import listed, quote
+from tailscope.scan import connect, listed, quote
 from tailscope.schema import BY_NAME, SOURCES, Table
 from tailscope.source import Tally
 
@@ -309,15 +309,13 @@ def _write_merged(table: Table, parts: Sequence[Path], renamed: dict[str, str], 
     """One part of many, sorted; spills where it does not fit into memory."""
     metadata = ", ".join(f"'{key}': {quote(value)}" for key, value in part_metadata(table).items())
     order = ", ".join(f'"{key}"' for key in table.sort)
-    config: dict[str, str | bool | int | float | list[str]] = {
+    config: dict[str, Any] = {
         "threads": 1,
         "memory_limit": MEMORY,
         "temp_directory": str(target.parent / f"{target.name}.spill"),
     }
     names = pa.table({"old": list(renamed), "new": list(renamed.values())})
-    with closing(duckdb.connect(config=config)) as con:
-        # In a child process DuckDB takes itself for interactive.
-        con.execute("SET enable_progress_bar = false")
+    with closing(connect(config)) as con:
         con.register("names", names)
         con.execute(
             f"COPY (SELECT part.* REPLACE (new AS source) FROM read_parquet({listed(map(str, parts))}, union_by_name=true, "

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import duckdb
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from tailscope.align import CLASS_SQL, class_macro
 from tailscope.config import Config
+from tailscope.scan import connect
 from tailscope.schema import REQUESTS
 
 LABELS = ("class", "tenant", "priority", "model_name", "server")
@@ -130,7 +130,7 @@ class RequestMetrics:
         #: (trace id, value) by latency, place and bucket.
         self._exemplars: dict[tuple[int, int, int], tuple[str, float]] = {}
         self._capped: dict[str, int] = {"tenant": 0, "label_set": 0}
-        self._con = duckdb.connect(config={"threads": 1, "memory_limit": "256MB"})
+        self._con = connect({"threads": 1, "memory_limit": "256MB"})
         self._con.execute(class_macro(config.classes))
         # DuckDB imports pandas with the first table it is given: half a second in which nobody should wait yet.
         self._told(REQUESTS.arrow.empty_table())

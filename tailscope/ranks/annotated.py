@@ -70,27 +70,26 @@ def write_rank_steps(trace: Trace) -> None:
         return
     windows, ranks = (np.asarray(mine[name], np.int64) for name in ("window", "rank"))
     edges = np.flatnonzero((np.diff(windows) != 0) | (np.diff(ranks) != 0)) + 1
-    tiles: dict[tuple[str, int | None], dict[str, Any]] = {}
+    engines: dict[tuple[str, int | None], tuple[Ints, Annotated]] = {}
     for first, stop in zip([0, *edges], [*edges, mine.num_rows], strict=True):
         part = mine.slice(first, stop - first)
         name = part["instance"][0].as_py(), part["engine"][0].as_py()
-        if name not in tiles:
-            tiles[name] = trace.connection.execute(
-                _STEPS, {"instance": name[0], "engine": name[1]}
-            ).fetchnumpy()
-        steps = tiles[name]
-        if not len(steps["k"]):
+        if name not in engines:
+            columns = trace.connection.execute(_STEPS, {"instance": name[0], "engine": name[1]}).fetchnumpy()
+            engines[name] = np.asarray(columns["k"], np.int64), _annotated(columns)
+        k, steps = engines[name]
+        if not len(k):
             continue
-        index, alike = placed(_annotated(part), _annotated(steps))
+        index, alike = placed(_annotated(part), steps)
         some = index >= 0
         rows = part.filter(pa.array(some))
-        columns = {
-            "k": pa.array(np.asarray(steps["k"], np.int64)[index[some]]),
+        found = {
+            "k": pa.array(k[index[some]]),
             "alike": pa.array(alike[some] == 1, mask=alike[some] < 0),
         }
         trace.insert(
             "rank_steps",
-            pa.table({f: columns[f] if f in columns else rows[f] for f in _ROWS.names}, schema=_ROWS),
+            pa.table({f: found[f] if f in found else rows[f] for f in _ROWS.names}, schema=_ROWS),
         )
 
 

@@ -33,6 +33,8 @@ from tailscope.ranks.waits import WindowWaits, compare, whole
 from tailscope.ranks.windows import Window, find_windows
 from tailscope.store import Trace, schema_of
 
+#: A rank that makes the others wait so many times as long as most do is late, not the last by chance.
+MORE = 2.0
 #: Rows inserted at a time.
 BATCH = 122_880
 _WINDOWS = schema_of(
@@ -185,7 +187,8 @@ def write_ranks(trace: Trace, scope: Scope) -> None:
     write_phases(trace, windows)
     trace.connection.execute(sql_of(__package__, "windows"))
     write_rank_steps(trace)
-    for name in ("step_evidence", "pauses", "host_gaps"):
+    trace.connection.execute(sql_of(__package__, "step_evidence"), {"more": MORE})
+    for name in ("pauses", "host_gaps"):
         trace.connection.execute(sql_of(__package__, name))
 
 

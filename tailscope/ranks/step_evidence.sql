@@ -2,8 +2,8 @@
 -- and how much longer than usual transfers of their size took. Of the engine's ranks the one that lost most counts.
 -- caused_ns: of the time lost to a late rank what the engine's own ranks made all of them lose.
 --
--- By chance each of an engine's ranks is the last one now and then: where none makes the others wait twice as long as most do, none is
--- late. Engines that step together have work of their own, so that the ledger judges them.
+-- By chance each of an engine's ranks is the last one now and then: where none makes the others wait $more times as long as most do, none
+-- is late. Engines that step together have work of their own, so that the ledger judges them.
 CREATE OR REPLACE TEMP TABLE step_evidence AS
 WITH told AS (
     SELECT "window", "group", round, max(own_ns) AS late_ns, arg_max(rank, own_ns) AS late_rank, max(slow_ns) AS slow_ns
@@ -22,7 +22,7 @@ members AS (
 ),
 by_chance AS (
     SELECT "window", "group" FROM members GROUP BY ALL
-    HAVING count(DISTINCT engine) <= 1 AND max(late_ns) < 2 * quantile_disc(late_ns, 0.5)
+    HAVING count(DISTINCT engine) <= 1 AND max(late_ns) < $more * quantile_disc(late_ns, 0.5)
 ),
 rounds AS (
     SELECT t.* REPLACE (CASE WHEN c."window" IS NULL THEN t.late_ns ELSE 0 END AS late_ns)
